@@ -1,0 +1,105 @@
+#include "select.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "api.h"
+#include "features.h"
+
+namespace int4_emu::cpu {
+namespace {
+
+struct Candidate {
+  const char* name;
+  const TileTable* table;  // null: not usable
+  const char* reason;      // why not
+};
+constexpr int kCandidates = 4;
+
+struct Choice {
+  Candidate candidates[kCandidates];  // best first
+  const TileTable* table;
+  IsaChoice isa;
+};
+
+Candidate make_candidate(const char* name, const TileTable* compiled, const char* cpu_reason) {
+  if (compiled == nullptr) return {name, nullptr, cpu_reason != nullptr ? cpu_reason : "this build was compiled without it"};
+  if (cpu_reason != nullptr) return {name, nullptr, cpu_reason};
+  return {name, compiled, nullptr};
+}
+
+__attribute__((format(printf, 2, 3))) void append(IsaChoice& isa, const char* format, const char* a, const char* b) {
+  const size_t used = std::strlen(isa.rejections);
+  if (used > 0 && used + 2 < sizeof isa.rejections) std::strcat(isa.rejections, "; ");
+  const size_t start = std::strlen(isa.rejections);
+  std::snprintf(isa.rejections + start, sizeof isa.rejections - start, format, a, b);
+}
+
+Choice choose() {
+  Choice c{};
+  const Features f = detect_features();
+  c.candidates[0] = make_candidate("amx", amx_table(), f.amx);
+  c.candidates[1] = make_candidate("avx512", avx512_table(), f.avx512);
+  c.candidates[2] = make_candidate("avx2", avx2_table(), f.avx2);
+  c.candidates[3] = {"portable", portable_table(), nullptr};
+  c.table = portable_table();
+
+  const char* wanted = std::getenv("INT4_EMU_CPU_ISA");
+  if (wanted != nullptr && *wanted == '\0') wanted = nullptr;
+  for (const Candidate& candidate : c.candidates) {
+    if (wanted != nullptr && std::strcmp(wanted, candidate.name) != 0) {
+      if (c.isa.name == nullptr && candidate.table != nullptr) append(c.isa, "%s: INT4_EMU_CPU_ISA=%s", candidate.name, wanted);
+      else if (c.isa.name == nullptr) append(c.isa, "%s: %s", candidate.name, candidate.reason);
+      continue;
+    }
+    if (candidate.table != nullptr) {
+      c.table = candidate.table;
+      c.isa.name = candidate.name;
+      break;
+    }
+    if (wanted != nullptr) {
+      c.isa.rejections[0] = '\0';
+      append(c.isa, "INT4_EMU_CPU_ISA=%s cannot be used: %s", wanted, candidate.reason);
+      return c;
+    }
+    append(c.isa, "%s: %s", candidate.name, candidate.reason);
+  }
+  if (c.isa.name == nullptr) {
+    c.isa.rejections[0] = '\0';
+    append(c.isa, "INT4_EMU_CPU_ISA must be %s, got \"%s\"", "portable, avx2, avx512 or amx", wanted);
+  }
+  return c;
+}
+
+const Choice& choice() {
+  static const Choice c = choose();
+  return c;
+}
+
+}  // namespace
+
+const TileTable& active_table() { return *choice().table; }
+
+IsaChoice select_isa() { return choice().isa; }
+
+Status check_isa() {
+  const IsaChoice& isa = choice().isa;
+  return isa.name != nullptr ? Status{} : make_error(Code::unsupported, "%s", isa.rejections);
+}
+
+const TileTable* find_table(const char* name, const char** why) {
+  for (const Candidate& candidate : choice().candidates) {
+    if (std::strcmp(name, candidate.name) != 0) continue;
+    *why = candidate.reason;
+    return candidate.table;
+  }
+  *why = "unknown instruction set";
+  return nullptr;
+}
+
+const char* packed_numerics(DType x) {
+  return x == DType::bf16 && active_table().bf16.gemm != nullptr ? "rounded" : "exact";
+}
+
+}  // namespace int4_emu::cpu

@@ -1,0 +1,131 @@
+// Packed codes to fp32 or 16-bit weights. Included after simd_math.h.
+#pragma once
+
+namespace int4_emu::cpu {
+namespace {
+
+// One row of codes with what gives them a value. Code p of the row lies at p - origin in `codes`.
+struct CodeRow {
+  const uint8_t* codes;
+  int64_t origin;
+  int bits;
+  bool even_odd;        // int4 words ordered k0,k2,k4,k6,k1,k3,k5,k7 instead of ascending; origin is then a multiple of 8
+  const void* scales;   // [groups]
+  DType scale_dtype;
+  const uint8_t* zeros; // [groups] or null: 8 or 128
+  int64_t group_size;
+};
+
+inline int code_at(const CodeRow& row, int64_t p) {
+  const int64_t i = p - row.origin;
+  if (row.bits == 8) return row.codes[i];
+  if (!row.even_odd) return (row.codes[i / 2] >> (4 * (i & 1))) & 15;
+  const int64_t nibble = (i & 1) * 4 + (i & 7) / 2;
+  return (row.codes[i / 8 * 4 + nibble / 2] >> (4 * (nibble & 1))) & 15;
+}
+
+// (code - zero) * scale of all sixteen codes, rounded to the 16-bit type D.
+template <DType D>
+inline Table16 value_table(float zero_point, float scale) {
+  alignas(64) uint16_t entries[16];
+  for (int64_t i = 0; i < 16; i += kLanes) {
+    const Vf code = add(to_float(iota()), set1(static_cast<float>(i)));
+    store_as<D>(entries, i, mul(sub(code, set1(zero_point)), set1(scale)));
+  }
+  return make_table(entries);
+}
+
+// Codes first..last of a row, all of one group, to out[0..last - first).
+template <DType D>
+inline void decode_group(const CodeRow& row, int64_t first, int64_t last, float zero_point, float scale, char* out) {
+  int64_t p = first;
+  if constexpr (D != DType::f32) {
+    // A table costs about as much as decoding 16 codes one vector at a time.
+    if (row.bits == 4 && !row.even_odd && p % 2 == 0 && last - p >= 32) {
+      const Table16 table = value_table<D>(zero_point, scale);
+      for (; p + 32 <= last; p += 32) lookup32(table, row.codes + (p - row.origin) / 2, reinterpret_cast<uint16_t*>(out) + (p - first));
+    }
+  }
+  const Vf z = set1(zero_point), s = set1(scale);
+  const Vi shifts = code_shifts(row.even_odd);
+  const int64_t word = row.bits == 8 ? 1 : row.even_odd ? 8 : 2;  // a vector starts at a multiple of this many codes
+  while (p < last) {
+    if (p + kLanes <= last && p % word == 0) {
+      const int64_t i = p - row.origin;
+      const Vf codes = row.bits == 8 ? codes8(row.codes + i) : codes4(row.codes + i / 2, shifts);
+      store_as<D>(out, p - first, mul(sub(codes, z), s));
+      p += kLanes;
+      continue;
+    }
+    int64_t count = word - p % word;
+    if (count == word) count = last - p < kLanes ? last - p : kLanes;
+    if (count > last - p) count = last - p;
+    alignas(64) float buffer[kLanes] = {0};
+    for (int64_t i = 0; i < count; ++i) buffer[i] = static_cast<float>(code_at(row, p + i));
+    store_tail<D>(out, p - first, mul(sub(load(buffer), z), s), count);
+    p += count;
+  }
+}
+
+// Codes k0..k0+k of a row to `out`, elements of D; one rounding of the exact fp32 product.
+template <DType D>
+inline void decode_row(const CodeRow& row, int64_t k0, int64_t k, void* out) {
+  int64_t p = k0, group = k0 / row.group_size;
+  while (p < k0 + k) {
+    const int64_t group_end = (group + 1) * row.group_size;
+    const int64_t end = group_end < k0 + k ? group_end : k0 + k;
+    const float zero_point = row.zeros ? static_cast<float>(row.zeros[group]) : row.bits == 4 ? 8.f : 128.f;
+    const float scale = scalar_at(row.scales, row.scale_dtype, group);
+    decode_group<D>(row, p, end, zero_point, scale, static_cast<char*>(out) + (p - k0) * kBytes<D>);
+    p = end;
+    ++group;
+  }
+}
+
+// Row n, columns k0..k0+k of one expert in either layout.
+template <DType D>
+inline void decode_weight_row(const Weight& w, int64_t expert, int64_t n, int64_t k0, int64_t k, void* out) {
+  const int64_t group0 = (expert * w.n + n) * w.groups;
+  CodeRow row;
+  row.bits = w.bits;
+  row.scales = static_cast<const char*>(w.scales) + group0 * (w.scale_dtype == DType::f32 ? 4 : 2);
+  row.scale_dtype = w.scale_dtype;
+  row.zeros = w.zeros ? w.zeros + group0 : nullptr;
+  row.group_size = w.group_size;
+  const uint8_t* base = static_cast<const uint8_t*>(w.data) + expert * w.expert_stride;
+  if (w.layout == Layout::canonical) {
+    row.codes = base + n * w.n_stride;
+    row.origin = 0;
+    row.even_odd = false;
+    decode_row<D>(row, k0, k, out);
+    return;
+  }
+  // cpu_n16: the row's words lie 64 bytes apart; collect a stretch of them first.
+  constexpr int64_t kStretch = 128;
+  alignas(64) uint32_t words[kStretch];
+  const int64_t codes_per_word = 32 / w.bits;
+  const uint8_t* column = base + (n / 16) * (w.k / codes_per_word) * 64 + (n % 16) * 4;
+  row.codes = reinterpret_cast<const uint8_t*>(words);
+  row.even_odd = w.bits == 4;
+  for (int64_t p = k0; p < k0 + k;) {
+    const int64_t first_word = p / codes_per_word;
+    const int64_t available = w.k / codes_per_word - first_word;
+    const int64_t count = available < kStretch ? available : kStretch;
+    for (int64_t i = 0; i < count; ++i) __builtin_memcpy(words + i, column + (first_word + i) * 64, 4);
+    row.origin = first_word * codes_per_word;
+    const int64_t end = row.origin + count * codes_per_word < k0 + k ? row.origin + count * codes_per_word : k0 + k;
+    decode_row<D>(row, p, end - p, static_cast<char*>(out) + (p - k0) * kBytes<D>);
+    p = end;
+  }
+}
+
+void dequantize_row(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k, int64_t group_size,
+                    void* out, DType out_dtype) {
+  const CodeRow row{codes, 0, bits, false, scales, scale_dtype, zeros, group_size};
+  if (out_dtype == DType::f32) decode_row<DType::f32>(row, 0, k, out);
+  else if (out_dtype == DType::f16) decode_row<DType::f16>(row, 0, k, out);
+  else decode_row<DType::bf16>(row, 0, k, out);
+}
+
+}  // namespace
+}  // namespace int4_emu::cpu

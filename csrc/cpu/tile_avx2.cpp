@@ -1,0 +1,36 @@
+// The AVX2 tile table: fp32 compute for every dtype. Needs AVX2, FMA and F16C.
+#include "tile.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+#include "simd_avx2.h"
+// (order matters: each builds on the one before)
+#include "simd_math.h"
+#include "simd_decode.h"
+#include "simd_tile.h"
+
+namespace int4_emu::cpu {
+namespace {
+
+constexpr int64_t kKMultiple = 8;
+const TileTable kTable = {"avx2",
+                          kKMultiple,
+                          {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
+                          {nullptr, nullptr, nullptr, nullptr},
+                          activate,
+                          combine,
+                          dequantize_row,
+                          nullptr,
+                          nullptr};
+
+}  // namespace
+
+const TileTable* avx2_table() { return &kTable; }
+
+}  // namespace int4_emu::cpu
+
+#else
+
+const int4_emu::cpu::TileTable* int4_emu::cpu::avx2_table() { return nullptr; }
+
+#endif
