@@ -1,5 +1,6 @@
 #include "select.h"
 
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,11 +30,14 @@ Candidate make_candidate(const char* name, const TileTable* compiled, const char
   return {name, compiled, nullptr};
 }
 
-__attribute__((format(printf, 2, 3))) void append(IsaChoice& isa, const char* format, const char* a, const char* b) {
-  const size_t used = std::strlen(isa.rejections);
-  if (used > 0 && used + 2 < sizeof isa.rejections) std::strcat(isa.rejections, "; ");
-  const size_t start = std::strlen(isa.rejections);
-  std::snprintf(isa.rejections + start, sizeof isa.rejections - start, format, a, b);
+__attribute__((format(printf, 2, 3))) void append(IsaChoice& isa, const char* format, ...) {
+  size_t used = std::strlen(isa.rejections);
+  if (used > 0) used += std::snprintf(isa.rejections + used, sizeof isa.rejections - used, "; ");
+  if (used >= sizeof isa.rejections) return;
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(isa.rejections + used, sizeof isa.rejections - used, format, arguments);
+  va_end(arguments);
 }
 
 Choice choose() {
@@ -67,7 +71,7 @@ Choice choose() {
   }
   if (c.isa.name == nullptr) {
     c.isa.rejections[0] = '\0';
-    append(c.isa, "INT4_EMU_CPU_ISA must be %s, got \"%s\"", "portable, avx2, avx512 or amx", wanted);
+    append(c.isa, "INT4_EMU_CPU_ISA must be portable, avx2, avx512 or amx, got \"%s\"", wanted);
   }
   return c;
 }
