@@ -1,0 +1,77 @@
+// The contract between the MoE driver and an instruction set: a table of tile functions over row-major panels.
+//
+// Two compute types: f32 x f32 and, where the set has a bf16 dot product, bf16 x bf16, both accumulating in fp32. A weight panel is
+// `n` rows of `k` consecutive columns in the compute type; x rows are packed once per expert by the set itself.
+// ISA files include this header, <cstdint> and intrinsics only; everything they define sits in their own anonymous namespace.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../core/problem.h"
+
+namespace int4_emu::cpu {
+
+// Rows n0..n0+n, columns k0..k0+k of one expert's matrix, to be written to `out` [n][ld] in the compute type; columns k..ld are zeroed.
+struct LoadPanelArgs {
+  const Weight* weight;
+  int64_t expert, n0, n, k0, k;
+  void* out;
+  int64_t ld;  // elements, a multiple of TileTable::k_multiple
+};
+
+// Gathers m rows of x (rows[i] indexes x; null = 0..m), optionally permutes columns and scales rows, converts to the compute type and lays
+// them out as `gemm` of the same table and compute type wants them.
+struct PackXArgs {
+  const void* x;
+  DType dtype;
+  int64_t x_stride;       // elements
+  const int64_t* rows;    // [m] or null
+  const float* row_scale; // [m] or null: x * scale in fp32, rounded to `dtype` before anything else (router weight on the input)
+  const int32_t* perm;    // [k] or null
+  int64_t m, k;
+  void* out;              // packed_x_bytes(m, k) bytes, 64-byte aligned
+};
+
+// c[i][j] (+)= sum over k of x[i][k0 + k] * w[j][k]; c is fp32 [m][ldc].
+struct GemmArgs {
+  const void* packed_x;   // as pack_x of the whole (m, total_k) wrote it
+  int64_t m, total_k;
+  const void* w;          // panel [n][ldw], compute type
+  int64_t n, ldw, k0, k;  // k0 is a multiple of k_multiple; k too but for the last block
+  float* c;
+  int64_t ldc;
+  bool accumulate;        // false: overwrite
+};
+
+struct ComputeFunctions {
+  size_t (*packed_x_bytes)(int64_t m, int64_t k);
+  void (*pack_x)(const PackXArgs&);
+  void (*load_panel)(const LoadPanelArgs&);
+  void (*gemm)(const GemmArgs&);
+};
+
+struct TileTable {
+  const char* name;
+  int64_t k_multiple;                 // k blocks and panel rows are padded to this many elements
+  ComputeFunctions f32;
+  ComputeFunctions bf16;              // null pointers where the set has no bf16 dot product
+  // h[i][j] = act(gate, up) in fp32, rounded to `dtype`; gate, up fp32 [m][ld] (up null without gate), h [m][ldh].
+  void (*activate)(const ActivationSpec&, const float* gate, const float* up, int64_t ld, int64_t m, int64_t n, void* h, int64_t ldh, DType dtype);
+  // out[j] = sum over i of weight[i] * y[rows[i]][j] in fp32, in order of i, rounded to dtype; y fp32 [*][n].
+  void (*combine)(const float* y, int64_t ldy, const int64_t* rows, const float* weight, int64_t count, int64_t n, void* out, DType dtype);
+  // One row of dequantised weights from canonical codes: out[k] = (q - z[k / group_size]) * s[k / group_size], one rounding.
+  void (*dequantize_row)(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k, int64_t group_size,
+                         void* out, DType out_dtype);
+  // Called once per thread before and after a run of gemm calls (AMX tile configuration); may be null.
+  void (*begin_thread)();
+  void (*end_thread)();
+};
+
+// Null when the file was compiled without its instruction set.
+const TileTable* portable_table();
+const TileTable* avx2_table();
+const TileTable* avx512_table();
+const TileTable* amx_table();
+
+}  // namespace int4_emu::cpu

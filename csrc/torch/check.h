@@ -1,0 +1,62 @@
+// Argument checks of every op. Each failure is one sentence: the name, the rule with its numbers, what came, the context.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../core/problem.h"
+#include "../core/status.h"
+
+namespace int4_emu::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Raises ValueError in Python.
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
+// Turns a kernel's Status into an exception that names the op.
+void raise_if_error(const Status& status, const char* op);
+
+std::string shape_text(const std::vector<int64_t>& dims);
+std::string shape_text(const Tensor& t);
+const char* dtype_name(ScalarType t);
+DType to_dtype(ScalarType t);
+
+void check_cpu(const Tensor& t, const char* name);
+void check_dim(const Tensor& t, const char* name, std::initializer_list<int64_t> allowed, const char* meaning);
+void check_dtype(const Tensor& t, const char* name, std::initializer_list<ScalarType> allowed);
+void check_float(const Tensor& t, const char* name);  // float32, float16 or bfloat16
+// `formula` spells the dimensions, `context` the sizes they come from.
+void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& want, const char* formula, const std::string& context);
+void check_out(const Tensor& out, const std::vector<int64_t>& want, const char* formula, const std::string& context, const char* name = "out");
+// The memory of `out` and of `in` must not overlap.
+void check_disjoint(const Tensor& out, const Tensor& in, const char* in_name, const char* out_name = "out");
+void check_bits(int64_t bits, const char* name = "bits");
+void check_group_size(int64_t group_size, int64_t k, const char* name, const char* k_name);
+Format check_format(int64_t format);
+Layout check_layout(int64_t layout, int64_t n, int64_t k, int bits, const char* name);
+void check_index_range(const Tensor& contiguous_int32, const char* name, int64_t end, const char* end_name);
+ActivationSpec check_activation(int64_t activation, std::optional<double> limit, std::optional<double> alpha, std::optional<double> beta);
+bool is_gated(Activation kind);
+void check_ids(const Tensor& topk_ids, int64_t global_experts);  // only under INT4_EMU_CHECK_IDS=1
+
+template <class T>
+const T* data_or_null(const OptionalTensor& t) {
+  return t.has_value() ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
+}
+
+}  // namespace int4_emu::binding

@@ -1,0 +1,120 @@
+"""Builds int4_emu: the op library `int4_emu._C` (no Python ABI, torch's stable API) and, on request, the native test module.
+
+Environment: MAX_JOBS, INT4_EMU_NATIVE_TESTS=1 (the pybind11 module that binds the torch-free C++), CXX.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from setuptools import Extension, setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))  # a PEP 517 frontend does not
+from build_tools import compile_jobs, visible_memory  # noqa: E402
+
+# The oldest torch whose ABI the library needs: 2.10.
+TORCH_TARGET = "0x020a000000000000"
+CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffile-prefix-map=.=int4_emu", "-Wall", "-Wextra"]
+# gcc 12 reports false uninitialised variables inside its own AVX-512 headers.
+ISA_FLAGS = {
+    "tile_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "tile_avx512.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"],
+    "tile_amx.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile",
+                     "-mamx-bf16"],
+}
+ISA_WARNINGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def compiler_version() -> str:
+    """First line of `$CXX --version`."""
+    cxx = os.environ.get("CXX") or "c++"
+    try:
+        return subprocess.run([*cxx.split(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown compiler"
+
+
+def sources(*folders: str) -> list[str]:
+    """C++ files of these folders, relative to the checkout."""
+    return sorted(str(p.relative_to(ROOT)) for f in folders for p in (ROOT / f).glob("*.cpp"))
+
+
+def kernel_groups() -> list[tuple[str, list[str], list[str]]]:
+    """The torch-free sources as (object folder, files, flags): a wide instruction never leaves its own file."""
+    base, groups = [], []
+    for source in sources("csrc/core", "csrc/cpu"):
+        flags = ISA_FLAGS.get(Path(source).name)
+        if flags is None:
+            base.append(source)
+        else:
+            groups.append((Path(source).stem, [source], CXX_FLAGS + ISA_WARNINGS + (flags if IS_X86 else [])))
+    return [("kernels", base, CXX_FLAGS), *groups]
+
+
+class Build(BuildExtension):
+    """Compiles the kernel groups once, shares their objects between extensions, and replaces the library in one rename."""
+
+    def build_extension(self, ext: Extension) -> None:
+        objects: list[str] = []
+        for name, files, flags in kernel_groups():
+            objects += self.compiler.compile(files, output_dir=str(Path(self.build_temp) / name), extra_postargs=list(flags),
+                                             depends=ext.depends)
+        saved = list(ext.extra_objects or [])
+        ext.extra_objects = saved + objects
+        try:
+            super().build_extension(ext)
+        finally:
+            ext.extra_objects = saved
+
+    def copy_extensions_to_source(self) -> None:
+        # setuptools would write over the file that a running process has mapped.
+        for ext in self.extensions:
+            built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(ext.name))
+            target = Path(self.get_ext_fullpath(ext.name)) if not self.inplace else ROOT / "python" / self.get_ext_filename(ext.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_suffix(".tmp")
+            shutil.copy2(built, temporary)
+            os.replace(temporary, target)
+
+
+headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")) + ["python/int4_emu/schemas.inc", "csrc/torch/exports.map"]
+build_info = f"torch {torch.__version__}, {compiler_version()}, torch ABI 2.10"
+link_args = ["-Wl,--as-needed", "-Wl,-z,defs", "-Wl,--version-script=csrc/torch/exports.map"] if sys.platform == "linux" else []
+extensions: list[Extension] = [
+    CppExtension(
+        "int4_emu._C",
+        sources("csrc/torch"),
+        depends=headers,
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET), ("INT4_EMU_BUILD_INFO", f'"{build_info}"')],
+        extra_compile_args={"cxx": CXX_FLAGS},
+        extra_link_args=link_args,
+        py_limited_api=True,
+    )
+]
+wheel_options: dict[str, dict[str, str]] = {"bdist_wheel": {"py_limited_api": "cp310"}}
+if os.environ.get("INT4_EMU_NATIVE_TESTS") == "1":
+    import pybind11
+
+    # Binds the torch-free C++ for tests; it has a Python ABI and does not belong into a wheel for everyone.
+    extensions.append(Extension("int4_emu_native", ["tests/native/bind.cpp"], include_dirs=[pybind11.get_include()], depends=headers,
+                                extra_compile_args=CXX_FLAGS, language="c++"))
+    wheel_options = {}
+
+if not is_ninja_available():
+    print("note: ninja is not installed, compiling one file after another", file=sys.stderr)
+os.environ["MAX_JOBS"] = str(compile_jobs(len(os.sched_getaffinity(0)), visible_memory(), os.environ))
+
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": Build.with_options(use_ninja=is_ninja_available(), no_python_abi_suffix=True)},
+    options=wheel_options,
+)
