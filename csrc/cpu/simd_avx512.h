@@ -13,7 +13,7 @@ namespace {
 using Vf = __m512;   // fp32 lanes
 using Vi = __m512i;  // int32 lanes
 constexpr int64_t kLanes = 16;
-constexpr int kRowsPerBlock = 5;  // rows of x that share one pass over four weight rows: 20 sums in 32 registers
+constexpr int kRowsPerBlock = 4;  // rows of x that share one pass over four weight rows: 16 sums in 32 registers
 
 inline Vf zero() { return _mm512_setzero_ps(); }
 inline Vf set1(float a) { return _mm512_set1_ps(a); }

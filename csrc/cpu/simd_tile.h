@@ -120,15 +120,30 @@ struct DotF32 {
   static inline Vf multiply_add(Vector a, Vector b, Vf sum) { return fma(a, b, sum); }
 };
 
+// The first `count` <= 4 of four sums to c.
+inline void store_sums(float* c, __m128 sum, int64_t count, bool accumulate) {
+  if (count >= 4) {
+    _mm_storeu_ps(c, accumulate ? _mm_add_ps(_mm_loadu_ps(c), sum) : sum);
+    return;
+  }
+  alignas(16) float part[4];
+  _mm_store_ps(part, sum);
+  for (int64_t t = 0; t < count; ++t) c[t] = accumulate ? c[t] + part[t] : part[t];
+}
+
 // c[0..M][0..columns] (+)= x rows times N weight rows, N = 4 or 8. Weight rows from `columns` on repeat the last and are dropped.
+// Every loop over i and j is unrolled: an index that is not a constant would put the sums in memory.
 template <class Dot, int M, int N>
 inline void dot_block(const typename Dot::Element* x, int64_t ldx, const typename Dot::Element* w, int64_t ldw, int64_t columns, int64_t k,
                       float* c, int64_t ldc, bool accumulate) {
   const typename Dot::Element* rows[N];
-  for (int j = 0; j < N; ++j) rows[j] = w + (j < columns ? j : columns - 1) * ldw;
   Vf sums[M][N];
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) sums[i][j] = zero();
+#pragma GCC unroll 8
+  for (int j = 0; j < N; ++j) {
+    rows[j] = w + (j < columns ? j : columns - 1) * ldw;
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) sums[i][j] = zero();
+  }
   for (int64_t p = 0; p < k; p += Dot::kStep) {
     typename Dot::Vector xs[M];
 #pragma GCC unroll 8
@@ -140,19 +155,11 @@ inline void dot_block(const typename Dot::Element* x, int64_t ldx, const typenam
       for (int i = 0; i < M; ++i) sums[i][j] = Dot::multiply_add(xs[i], wj, sums[i][j]);
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < M; ++i) {
-    for (int j = 0; j < N && j < columns; j += 4) {
-      float* to = c + i * ldc + j;
-      __m128 sum = sum4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
-      if (columns - j >= 4) {
-        if (accumulate) sum = _mm_add_ps(_mm_loadu_ps(to), sum);
-        _mm_storeu_ps(to, sum);
-        continue;
-      }
-      alignas(16) float part[4];
-      _mm_store_ps(part, sum);
-      for (int t = 0; t < columns - j; ++t) to[t] = accumulate ? to[t] + part[t] : part[t];
-    }
+#pragma GCC unroll 2
+    for (int j = 0; j < N; j += 4)
+      store_sums(c + i * ldc + j, sum4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]), columns - j, accumulate);
   }
 }
 

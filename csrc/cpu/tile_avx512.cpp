@@ -1,0 +1,41 @@
+// The AVX-512 tile table: fp32 compute, and bf16 compute on vdpbf16ps. Needs AVX-512 F, BW, DQ, VL and BF16.
+#include "tile.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+
+#include "simd_avx512.h"
+// (order matters: each builds on the one before)
+#include "simd_math.h"
+#include "simd_decode.h"
+#include "simd_tile.h"
+#include "simd_bf16.h"
+
+namespace int4_emu::cpu {
+namespace {
+
+// [m][round_up(k, 32)] bf16.
+size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(m * round_up_to(k, kKMultiple)) * 2; }
+
+void pack_x_bf16(const PackXArgs& a) { pack_rows_bf16(a, round_up_to(a.k, kKMultiple), static_cast<uint16_t*>(a.out)); }
+
+const TileTable kTable = {"avx512",
+                          kKMultiple,
+                          {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
+                          {packed_x_bytes_bf16, pack_x_bf16, load_panel_as<DType::bf16>, gemm_dot<DotBf16, kKMultiple>},
+                          activate,
+                          combine,
+                          dequantize_row,
+                          nullptr,
+                          nullptr};
+
+}  // namespace
+
+const TileTable* avx512_table() { return &kTable; }
+
+}  // namespace int4_emu::cpu
+
+#else
+
+const int4_emu::cpu::TileTable* int4_emu::cpu::avx512_table() { return nullptr; }
+
+#endif
