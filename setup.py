@@ -101,7 +101,7 @@ extensions: list[Extension] = [
     )
 ]
 wheel_options: dict[str, dict[str, str]] = {"bdist_wheel": {"py_limited_api": "cp310"}}
-if os.environ.get("INT4_EMU_NATIVE_TESTS") == "1":
+if os.environ.get("INT4_EMU_NATIVE_TESTS") == "1" and (ROOT / "tests/native/bind.cpp").exists():
     import pybind11
 
     # Binds the torch-free C++ for tests; it has a Python ABI and does not belong into a wheel for everyone.
@@ -115,6 +115,6 @@ os.environ["MAX_JOBS"] = str(compile_jobs(len(os.sched_getaffinity(0)), visible_
 
 setup(
     ext_modules=extensions,
-    cmdclass={"build_ext": Build.with_options(use_ninja=is_ninja_available(), no_python_abi_suffix=True)},
+    cmdclass={"build_ext": Build.with_options(use_ninja=is_ninja_available())},
     options=wheel_options,
 )

@@ -64,7 +64,7 @@ Matrix codes_of(const Tensor& qweight, int64_t format_id, int64_t bits, int64_t 
   if (in_features != -1 && (in_features > i || in_features <= i - slack))
     fail("in_features must be ", slack == 1 ? std::to_string(i) : std::to_string(i - slack + 1) + ".." + std::to_string(i), ", got ", in_features,
          " (qweight ", shape_text(qweight), ", format ", format_name(format), ", ", bits, " bits)");
-  a.qweight = contiguous(qweight);
+  a.qweight = as_contiguous(qweight);
   a.m.format = format;
   a.m.bits = static_cast<int>(bits);
   a.m.batch = a.batch.empty() ? 1 : a.batch[0];
@@ -89,7 +89,7 @@ void add_scales(Matrix& a, const Tensor& scales) {
     fail("scales must have O = ", a.m.out_features, " output rows like qweight ", shape_text(a.qweight), ", got ", shape_text(scales), " (format ",
          format_name(a.m.format), ")");
   a.m.out_features = o;
-  a.scales = contiguous(scales);
+  a.scales = as_contiguous(scales);
   a.m.scales = a.scales->const_data_ptr();
   a.m.scale_dtype = to_dtype(scales.scalar_type());
   a.context = "O=" + std::to_string(o) + ", I=" + std::to_string(a.m.in_features) + ", C=" + std::to_string(a.m.groups) + ", format " +
@@ -105,7 +105,7 @@ void add_zeros(Matrix& a, const OptionalTensor& qzeros) {
   if (traits.scales_are_1d) check_shape(*qzeros, "qzeros", a.with_batch({packed_o}), "[..., ceil(O / codes per word)]", a.context);
   else if (traits.transposed) check_shape(*qzeros, "qzeros", a.with_batch({c, packed_o}), "[..., C, ceil(O / codes per word)]", a.context);
   else check_shape(*qzeros, "qzeros", a.with_batch({packed_o, c}), "[..., ceil(O / codes per word), C]", a.context);
-  a.qzeros = contiguous(qzeros);
+  a.qzeros = as_contiguous(qzeros);
   a.m.qzeros = a.qzeros->const_data_ptr();
 }
 
@@ -118,7 +118,7 @@ Matrix dequantize_arguments(const Tensor& qweight, const Tensor& scales, const O
   if (g_idx.has_value()) {
     check_dtype(*g_idx, "g_idx", {ScalarType::Int});
     check_shape(*g_idx, "g_idx", a.with_batch({a.m.in_features}), "[..., I]", a.context);
-    a.g_idx = contiguous(g_idx);
+    a.g_idx = as_contiguous(g_idx);
     check_index_range(*a.g_idx, "g_idx", a.m.groups, "C");
     a.m.g_idx = static_cast<const int32_t*>(a.g_idx->const_data_ptr());
   } else if (a.m.groups != ceil_div(a.m.in_features, group_size)) {
@@ -151,8 +151,8 @@ Repack repack_arguments(const Tensor& qweight, const Tensor& scales, const Optio
   add_zeros(r.a, qzeros);
   check_perm(in_perm, "in_perm", r.a.m.in_features, "I");
   check_perm(out_perm, "out_perm", r.a.m.out_features, "O");
-  r.in_perm = contiguous(in_perm);
-  r.out_perm = contiguous(out_perm);
+  r.in_perm = as_contiguous(in_perm);
+  r.out_perm = as_contiguous(out_perm);
   if (in_perm) check_index_range(*r.in_perm, "in_perm", r.a.m.in_features, "I");
   if (out_perm) check_index_range(*r.out_perm, "out_perm", r.a.m.out_features, "O");
   return r;
@@ -168,7 +168,7 @@ Tensor reorder(const Tensor& qweight, int64_t layout, int64_t bits, bool forward
   check_dim(qweight, "qweight", {2, 3}, "canonical codes [..., N, K * bits / 8]");
   const int64_t n = qweight.size(-2), width = qweight.size(-1), k = width * 8 / bits;
   const Layout l = check_layout(layout, n, k, static_cast<int>(bits), "qweight");
-  const Tensor in = contiguous(qweight);
+  const Tensor in = as_contiguous(qweight);
   const auto sizes = in.sizes();
   Tensor out = new_tensor(in, std::vector<int64_t>(sizes.begin(), sizes.end()), ScalarType::Byte);
   const int64_t batch = qweight.dim() == 3 ? qweight.size(0) : 1;
@@ -202,7 +202,7 @@ Tensor unpack_zeros(const Tensor& qzeros, int64_t format_id, int64_t bits, int64
   const int64_t o = qzeros.size(o_last ? -1 : -2) * per;
   if (out_features != -1 && (out_features > o || out_features <= o - per))
     fail("out_features must be ", o - per + 1, "..", o, ", got ", out_features, " (qzeros ", shape_text(qzeros), ", format ", format_name(format), ")");
-  a.qzeros = contiguous(qzeros);
+  a.qzeros = as_contiguous(qzeros);
   a.m.format = format;
   a.m.bits = static_cast<int>(bits);
   a.m.batch = a.batch.empty() ? 1 : a.batch[0];

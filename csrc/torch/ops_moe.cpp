@@ -23,7 +23,7 @@ struct WeightArgument {
 
   template <class T>
   const T* hold(const Tensor& t) {
-    held.push_back(contiguous(t));
+    held.push_back(as_contiguous(t));
     return static_cast<const T*>(held.back().const_data_ptr());
   }
 };
@@ -171,13 +171,13 @@ Layer layer_of(const Tensor& x, const Routing& r, const Options& o, int64_t expe
   layer.held.push_back(row_major(x));
   p.x = layer.held.back().const_data_ptr();
   p.x_stride = layer.held.back().stride(0);
-  layer.held.push_back(contiguous(r.weights));
+  layer.held.push_back(as_contiguous(r.weights));
   p.topk_weights = static_cast<const float*>(layer.held.back().const_data_ptr());
-  layer.held.push_back(contiguous(r.ids));
+  layer.held.push_back(as_contiguous(r.ids));
   p.topk_ids = layer.held.back().const_data_ptr();
   p.ids_are_int64 = r.ids.scalar_type() == ScalarType::Long;
   if (r.expert_map) {
-    layer.held.push_back(contiguous(*r.expert_map));
+    layer.held.push_back(as_contiguous(*r.expert_map));
     p.expert_map = static_cast<const int32_t*>(layer.held.back().const_data_ptr());
   }
   return layer;
@@ -263,7 +263,7 @@ Grouped grouped_of(const Tensor& x, const Tensor& weight, const Tensor& expert_o
   add_bias(g.weight, bias, "bias", "[E, N]");
   check_dtype(expert_offsets, "expert_offsets", {ScalarType::Int, ScalarType::Long});
   check_shape(expert_offsets, "expert_offsets", {experts + 1}, "[E + 1]", "weight " + shape_text(weight));
-  const Tensor offsets = contiguous(expert_offsets);
+  const Tensor offsets = as_contiguous(expert_offsets);
   int64_t last = 0;
   for (int64_t e = 0; e <= experts; ++e) {
     const int64_t v = offsets.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(offsets.const_data_ptr())[e]
@@ -293,12 +293,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_align(const Tensor& topk_ids, int
   if (expert_map) {
     check_dtype(*expert_map, "expert_map", {ScalarType::Int});
     check_dim(*expert_map, "expert_map", {1}, "[global E]");
-    map = contiguous(expert_map);
+    map = as_contiguous(expert_map);
     p.expert_map = static_cast<const int32_t*>(map->const_data_ptr());
     p.global_experts = map->size(0);
   }
   check_ids(topk_ids, p.global_experts);
-  const Tensor ids = contiguous(topk_ids);
+  const Tensor ids = as_contiguous(topk_ids);
   p.slots = ids.numel();
   if (p.slots + num_experts * block_size > INT32_MAX)
     fail("topk_ids must leave M * k + E * block_size below 2^31, got ", p.slots + num_experts * block_size);

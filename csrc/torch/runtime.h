@@ -43,7 +43,7 @@ struct Workspace {
   size_t bytes;
 };
 
-inline Tensor contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-inline OptionalTensor contiguous(const OptionalTensor& t) { return t.has_value() ? OptionalTensor(contiguous(*t)) : t; }
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline OptionalTensor as_contiguous(const OptionalTensor& t) { return t.has_value() ? OptionalTensor(as_contiguous(*t)) : t; }
 
 }  // namespace int4_emu::binding

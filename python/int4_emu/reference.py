@@ -143,7 +143,7 @@ def repack(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, for
 
 def prepack(qweight: Tensor, *, layout: int, bits: int = 4) -> Tensor:
     """Canonical bytes [..., N, W] to the order of `layout`, same shape."""
-    if layout == Layout.canonical:
+    if layout == Layout.canonical or qweight.numel() == 0:
         return qweight.clone(memory_format=torch.contiguous_format)
     *batch, n, width = qweight.shape
     words = qweight.contiguous().view(torch.int32)  # [..., N, width / 4]
@@ -155,7 +155,7 @@ def prepack(qweight: Tensor, *, layout: int, bits: int = 4) -> Tensor:
 
 def unprepack(qweight: Tensor, *, layout: int, bits: int = 4) -> Tensor:
     """The inverse of `prepack`, bit for bit."""
-    if layout == Layout.canonical:
+    if layout == Layout.canonical or qweight.numel() == 0:
         return qweight.clone(memory_format=torch.contiguous_format)
     *batch, n, width = qweight.shape
     words = qweight.contiguous().view(torch.int32).reshape(*batch, n // 16, width // 4, 16).transpose(-1, -2)

@@ -1,0 +1,33 @@
+# One-liners for people; everything runs in .venv, which the first target makes.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.map') setup.py build_tools.py pyproject.toml python/int4_emu/schemas.inc
+
+.PHONY: run test bench lint dev clean
+
+run: $(STAMP)  ## let the embedded model speak
+	$(PY) -m int4_emu run
+
+test: $(STAMP)  ## the default suite
+	$(PY) -m pytest
+
+bench: $(STAMP)  ## layers of real models: time, share of the floor, error
+	$(PY) -m int4_emu bench
+
+lint: $(STAMP)
+	$(PY) -m ruff check . && $(PY) -m mypy
+
+$(STAMP): $(SOURCES)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q torch==2.13.0
+	$(PY) -m pip install -q "setuptools>=77" wheel ninja pybind11
+	INT4_EMU_NATIVE_TESTS=1 $(PY) -m pip install -q --no-build-isolation -e ".[test]"
+	touch $@
+
+dev:  ## incremental rebuild after a change in csrc
+	INT4_EMU_NATIVE_TESTS=1 flock $(VENV)/build.lock $(PY) setup.py -q build_ext --inplace
+
+clean:
+	rm -rf build dist python/int4_emu/*.so

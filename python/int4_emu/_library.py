@@ -1,0 +1,96 @@
+"""Loads the compiled op library, or defines the same ops over the PyTorch reference when it is missing or broken.
+
+Importing this never raises and asks no device: `load_error()` says what is wrong, and `torch.ops.int4_emu.*` exist either way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).parent
+
+
+def schemas() -> list[str]:
+    """The op schemas, one string each: the same text that the C++ library registers."""
+    return re.findall(r'^OP\("(.*)"\)$', (_PACKAGE / "schemas.inc").read_text(), flags=re.MULTILINE)
+
+
+def _find() -> Path:
+    override = os.environ.get("INT4_EMU_LIBRARY")
+    if override:
+        return Path(override)
+    found = sorted(p for p in _PACKAGE.glob("_C*") if p.suffix in (".so", ".pyd", ".dylib"))
+    if not found:
+        raise OSError(f"no compiled library _C*.so in {_PACKAGE} (built with `pip install --no-build-isolation .`?)")
+    return found[0]
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """(library, None) or (None, why not). Loading a second copy would crash the process, so this runs once."""
+    try:
+        path = _find()
+        torch.ops.load_library(str(path))
+        return ctypes.CDLL(str(path)), None
+    except (OSError, RuntimeError) as error:
+        reason = f"the compiled library did not load under torch {torch.__version__}: {error}"
+        if built := _built_for(locals().get("path")):
+            reason += f" (built with {built})"
+        log.warning("int4_emu: %s; the PyTorch reference backend serves instead", reason)
+        return None, reason
+
+
+def _built_for(path: Path | None) -> str | None:
+    """The build line stored in a library that cannot be loaded, read from its bytes."""
+    try:
+        match = re.search(rb"torch [0-9][^\0]{1,120}, torch ABI [0-9.]+", path.read_bytes()) if path else None
+    except OSError:
+        return None
+    return match.group().decode(errors="replace") if match else None
+
+
+def is_compiled() -> bool:
+    """Whether the compiled library is in use."""
+    return _load()[0] is not None
+
+
+def load_error() -> str | None:
+    """Why the compiled library is not in use; None when it is."""
+    return _load()[1]
+
+
+def _text(name: str, *args: int) -> str | None:
+    library = _load()[0]
+    if library is None:
+        return None
+    function = getattr(library, name)
+    function.restype = ctypes.c_char_p
+    value = function(*args)
+    return None if value is None else value.decode()
+
+
+def build_info() -> str | None:
+    """Torch, compiler and ABI that the library was built with."""
+    return _text("int4_emu_build_info")
+
+
+def cpu_isa() -> tuple[str | None, str]:
+    """(instruction set in use or None, why not the better ones or why the override failed)."""
+    if not is_compiled():
+        return None, load_error() or ""
+    return _text("int4_emu_cpu_isa"), _text("int4_emu_cpu_isa_reasons") or ""
+
+
+def packed_numerics(dtype: torch.dtype) -> str:
+    """`exact` (weights meet x in fp32) or `rounded` (once, to x's dtype) for the compiled packed kernels."""
+    number = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[dtype]
+    return _text("int4_emu_packed_numerics", number) or "exact"
