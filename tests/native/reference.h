@@ -144,8 +144,9 @@ inline double activation(const ActivationSpec& s, double g, double u) {
   const int kind = static_cast<int>(s.kind) & 15;
   const bool gated = static_cast<int>(s.kind) < 16;
   if (s.has_limit) {
-    g = std::fmin(g, static_cast<double>(s.limit));
-    u = std::fmax(std::fmin(u, static_cast<double>(s.limit)), -static_cast<double>(s.limit));
+    const double limit = static_cast<double>(s.limit);  // comparisons, not fmin: NaN stays NaN
+    g = g > limit ? limit : g;
+    u = u > limit ? limit : u < -limit ? -limit : u;
   }
   double a = g / (1 + std::exp(-g));
   if (kind == 1) a = g * 0.5 * std::erfc(-g / std::sqrt(2.0));
