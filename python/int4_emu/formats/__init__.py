@@ -1,7 +1,7 @@
 """Checkpoint formats: what a `quantization_config` says, and how the tensors of each format lie.
 
-A new format is a module here with a `ModelQuantization` subclass, a line in `_METHODS`, and, where it brings a storage format of
-its own, the axes in `base.tensor_axes` and the unpacking in the ops. No kernel changes.
+A new format is a module here with a `ModelQuantization` subclass, a line in `_METHODS`, and, where it brings
+a storage format of its own, the axes in `base.tensor_axes` and the unpacking in the ops. No kernel changes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class _OtherZeroPoints(ModelQuantization):
             return None
         if scheme.format not in _ZERO_POINT_CONVENTIONS:
             raise CheckpointError(
-                f"zero_point_format {self._convention.name} applies to GPTQ tensors only, {module} is {scheme.format.name}"
+                f"zero_point_format {self._convention.name} applies to GPTQ tensors only, "
+                f"{module} is {scheme.format.name}"
             )
         return replace(scheme, format=self._convention)
 
@@ -77,11 +78,13 @@ def parse_quantization_config(
 
     Args:
         config: the object.
-        zero_point_format: reads GPTQ zero points by another convention than the declared one: `gptq_v1`, `gptq_v2` or
-            `gptq_v1_nibble` (each stored nibble plus one, for files of other writers). None: as declared.
+        zero_point_format: reads GPTQ zero points by another convention than the declared one: `gptq_v1`,
+            `gptq_v2` or `gptq_v1_nibble` (each stored nibble plus one, for files of other writers). None: as
+            declared.
 
     Raises:
-        CheckpointError: an unknown quant_method, format, packing, width or setting; the message lists the known ones.
+        CheckpointError: an unknown quant_method, format, packing, width or setting; the message lists the
+            known ones.
     """
     if not isinstance(config, Mapping):
         raise CheckpointError(f"quantization_config must be a JSON object, got {type(config).__name__}")

@@ -30,7 +30,9 @@ _PLAIN_NAME = re.compile(r"[\w.]+")
 
 
 class AutoRoundQuantization(ModelQuantization):
-    """An exact name in `extra_config` wins over a regular expression; the first expression that matches wins."""
+    """An exact name in `extra_config` wins over a regular expression; the first expression that matches
+    wins.
+    """
 
     method = "auto-round"
 
@@ -87,4 +89,6 @@ def _check_weight_only(config: Mapping[str, Any], prefix: str) -> None:
     known_value(config.get("data_type", "int"), ("int",), f"{prefix}data_type")
     act_bits = config.get("act_bits")
     if isinstance(act_bits, int) and act_bits < 16:
-        raise CheckpointError(f"{prefix}act_bits must be 16 or absent (weight-only quantisation), got {act_bits}")
+        raise CheckpointError(
+            f"{prefix}act_bits must be 16 or absent (weight-only quantisation), got {act_bits}"
+        )

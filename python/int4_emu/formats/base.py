@@ -56,7 +56,8 @@ class TensorNames:
 class TensorAxes:
     """Axes of one projection's tensors. "O" output rows, "I" input columns, "C" groups.
 
-    A star marks the axis along which a 32-bit word holds 32 / bits neighbours: ("I*", "O") is [I / 8, O] for int4.
+    A star marks the axis along which a 32-bit word holds 32 / bits neighbours: ("I*", "O") is [I / 8, O] for
+    int4.
     """
 
     qweight: tuple[str, ...]
@@ -64,7 +65,9 @@ class TensorAxes:
     qzeros: tuple[str, ...]
 
 
-COMPRESSED_TENSORS_NAMES = TensorNames("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+COMPRESSED_TENSORS_NAMES = TensorNames(
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"
+)
 GPTQ_NAMES = TensorNames("qweight", "scales", "qzeros", "g_idx")
 QUARK_NAMES = TensorNames("weight", "weight_scale", "weight_zero_point")
 
@@ -109,8 +112,8 @@ class ModelQuantization(ABC):
 
     Attributes:
         method: the `quant_method` of the configuration.
-        zeros_ignored_if_symmetric: the writer leaves zero tensors of symmetric weights uninitialised, so that they are not
-            compared with the midpoint.
+        zeros_ignored_if_symmetric: the writer leaves zero tensors of symmetric weights uninitialised, so that
+            they are not compared with the midpoint.
     """
 
     method: str = ""
@@ -118,7 +121,9 @@ class ModelQuantization(ABC):
 
     @abstractmethod
     def scheme_for(self, module: str) -> QuantScheme | None:
-        """The scheme of a Linear by its full name; None where the configuration leaves it in floating point."""
+        """The scheme of a Linear by its full name; None where the configuration leaves it in floating
+        point.
+        """
 
     @property
     @abstractmethod
@@ -157,7 +162,8 @@ def known_value(value: Any, known: Iterable[Any], what: str) -> Any:
     """`value` where it is one of `known`; the error lists them."""
     choices = tuple(known)
     # A JSON true equals 1 in Python and must not pass for a number.
-    if isinstance(value, bool) and not any(isinstance(c, bool) for c in choices) or value not in choices:
+    is_stray_flag = isinstance(value, bool) and not any(isinstance(c, bool) for c in choices)
+    if is_stray_flag or value not in choices:
         raise CheckpointError(f"{what} must be one of {', '.join(map(str, choices))}, got {value!r}")
     return value
 
@@ -174,7 +180,9 @@ def compile_pattern(pattern: str, what: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise CheckpointError(f"{what} holds the regular expression {pattern!r}, which does not compile: {error}") from None
+        raise CheckpointError(
+            f"{what} holds the regular expression {pattern!r}, which does not compile: {error}"
+        ) from None
 
 
 def names_module(entry: str, module: str) -> bool:

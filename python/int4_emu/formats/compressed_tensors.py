@@ -26,14 +26,26 @@ from .base import (
 logger = logging.getLogger("int4_emu.formats")
 
 _PACKED = "pack-quantized"
-# "group" and its old name "dynamic" store columns out of group order; "weight" and "static" leave nothing on disk.
-_ACT_ORDER = {None: False, False: False, "weight": False, "static": False, "group": True, "dynamic": True, True: True}
-# Module classes that a target may name. Every Linear is one; a Conv or an Embedding never holds these tensors.
+# "group" and its old name "dynamic" store columns out of group order; "weight" and "static" leave nothing on
+# disk.
+_ACT_ORDER = {
+    None: False,
+    False: False,
+    "weight": False,
+    "static": False,
+    "group": True,
+    "dynamic": True,
+    True: True,
+}
+# Module classes that a target may name. Every Linear is one; a Conv or an Embedding never holds these
+# tensors.
 _LINEAR_CLASSES = ("Linear",)
 
 
 class CompressedTensorsQuantization(ModelQuantization):
-    """Targets in the order of the tool: exact name, then regular expression, then class; ties in sorted order."""
+    """Targets in the order of the tool: exact name, then regular expression, then class; ties in sorted
+    order.
+    """
 
     method = "compressed-tensors"
 
@@ -49,20 +61,28 @@ class CompressedTensorsQuantization(ModelQuantization):
             scheme = _group_scheme(group, config.get("format"), what)
             for target in as_names(group.get("targets"), f"{what}.targets"):
                 if self._schemes.setdefault(target, scheme) != scheme:
-                    raise CheckpointError(f"{what}.targets holds {target!r}, which an earlier group targets with another scheme")
+                    raise CheckpointError(
+                        f"{what}.targets holds {target!r}, which an earlier group targets with another scheme"
+                    )
         self._patterns = {
-            t: compile_pattern(t[3:], "config_groups.targets") for t in sorted(self._schemes) if t.startswith("re:")
+            t: compile_pattern(t[3:], "config_groups.targets")
+            for t in sorted(self._schemes)
+            if t.startswith("re:")
         }
         ignore = as_names(config.get("ignore"), "ignore")
         self._ignored = tuple(e for e in ignore if not e.startswith("re:"))
-        self._ignored_patterns = tuple(compile_pattern(e[3:], "ignore") for e in ignore if e.startswith("re:"))
+        self._ignored_patterns = tuple(
+            compile_pattern(e[3:], "ignore") for e in ignore if e.startswith("re:")
+        )
 
     @property
     def names(self) -> TensorNames:
         return COMPRESSED_TENSORS_NAMES
 
     def scheme_for(self, module: str) -> QuantScheme | None:
-        if any(names_module(e, module) for e in self._ignored) or any(p.match(module) for p in self._ignored_patterns):
+        if any(names_module(e, module) for e in self._ignored) or any(
+            p.match(module) for p in self._ignored_patterns
+        ):
             return None
         if module in self._schemes:
             return self._schemes[module]
@@ -82,7 +102,9 @@ def _refuse_transforms(config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"sparsity_config.format must be dense, got {sparsity['format']!r}")
     transforms = as_mapping(config.get("transform_config"), "transform_config")
     if transforms.get("config_groups"):
-        raise CheckpointError("transform_config must be empty: weights that were rotated need their transforms at run time")
+        raise CheckpointError(
+            "transform_config must be empty: weights that were rotated need their transforms at run time"
+        )
     status = config.get("quantization_status")
     if status is not None:
         known_value(status, ("compressed", "frozen"), "quantization_status")
@@ -94,7 +116,9 @@ def _group_scheme(group: Mapping[str, Any], model_format: Any, what: str) -> Qua
     known_value(group.get("format") or model_format, (_PACKED,), f"{what}.format")
     for activations in ("input_activations", "output_activations"):
         if group.get(activations) is not None:
-            raise CheckpointError(f"{what}.{activations} must be null (weight-only quantisation), got {group[activations]!r}")
+            raise CheckpointError(
+                f"{what}.{activations} must be null (weight-only quantisation), got {group[activations]!r}"
+            )
     weights = as_mapping(group.get("weights"), f"{what}.weights")
     bits = known_value(weights.get("num_bits"), (4, 8), f"{what}.weights.num_bits")
     known_value(weights.get("type", "int"), ("int",), f"{what}.weights.type")

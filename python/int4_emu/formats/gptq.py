@@ -46,7 +46,9 @@ class GptqQuantization(ModelQuantization):
         stored = "gptq" if stored is None else stored
         known_value(stored, _FORMATS, "checkpoint_format")
         if config.get("is_marlin_format"):
-            raise CheckpointError(f"checkpoint_format must be one of {', '.join(_FORMATS)}, got marlin (is_marlin_format)")
+            raise CheckpointError(
+                f"checkpoint_format must be one of {', '.join(_FORMATS)}, got marlin (is_marlin_format)"
+            )
         known_value(config.get("pack_dtype", "int32"), ("int32",), "pack_dtype")
         self._base = QuantScheme(
             format=_FORMATS[stored],
@@ -58,7 +60,8 @@ class GptqQuantization(ModelQuantization):
         )
         self._quantize_head = as_flag(config.get("lm_head", False), "lm_head")
         self._rules = tuple(
-            _parse_rule(key, value, self._base) for key, value in as_mapping(config.get("dynamic"), "dynamic").items()
+            _parse_rule(key, value, self._base)
+            for key, value in as_mapping(config.get("dynamic"), "dynamic").items()
         )
         self._only = _inner_modules(config.get("modules_in_block_to_quantize"))
 
@@ -91,7 +94,9 @@ def _parse_rule(key: Any, value: Any, base: QuantScheme) -> _Rule:
 
 
 def _override(base: QuantScheme, overrides: Mapping[str, Any]) -> QuantScheme:
-    """The base scheme with a `dynamic` entry applied; settings of the quantiser itself (damping, ...) mean nothing here."""
+    """The base scheme with a `dynamic` entry applied; settings of the quantiser itself (damping, ...) mean
+    nothing here.
+    """
     return replace(
         base,
         bits=known_value(overrides.get("bits", base.bits), _BITS, "dynamic bits"),

@@ -30,21 +30,27 @@ _PACK_METHODS = ("reorder", "order")
 
 
 class QuarkQuantization(ModelQuantization):
-    """`layer_quant_config` (first pattern that matches) before `layer_type_quant_config` before `global_quant_config`."""
+    """`layer_quant_config` (first pattern that matches) before `layer_type_quant_config` before
+    `global_quant_config`.
+    """
 
     method = "quark"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         export = as_mapping(config.get("export"), "export")
         pack_method = known_value(export.get("pack_method", "reorder"), _PACK_METHODS, "export.pack_method")
-        known_value(export.get("weight_format", "real_quantized"), ("real_quantized",), "export.weight_format")
+        known_value(
+            export.get("weight_format", "real_quantized"), ("real_quantized",), "export.weight_format"
+        )
         if config.get("kv_cache_quant_config") or export.get("kv_cache_group"):
             logger.warning("kv_cache_quant_config is ignored: the cache keeps the compute dtype")
         self._global = _scheme(config.get("global_quant_config"), pack_method, "global_quant_config")
         layers = as_mapping(config.get("layer_quant_config"), "layer_quant_config")
         self._layers = {k: _scheme(v, pack_method, f"layer_quant_config[{k!r}]") for k, v in layers.items()}
         types = as_mapping(config.get("layer_type_quant_config"), "layer_type_quant_config")
-        self._linear = {k: _scheme(v, pack_method, f"layer_type_quant_config[{k!r}]") for k, v in types.items()}
+        self._linear = {
+            k: _scheme(v, pack_method, f"layer_type_quant_config[{k!r}]") for k, v in types.items()
+        }
         self._exclude = as_names(config.get("exclude"), "exclude")
         for entry in self._exclude:
             if entry.startswith("re:"):
@@ -64,7 +70,9 @@ class QuarkQuantization(ModelQuantization):
 
 
 def _matches(entry: str, module: str) -> bool:
-    """Quark's own rule: a shell pattern, in which a name without wildcards is itself; `re:` as in exports for servers."""
+    """Quark's own rule: a shell pattern, in which a name without wildcards is itself; `re:` as in exports for
+    servers.
+    """
     if entry.startswith("re:"):
         return compile_pattern(entry[3:], "exclude").match(module) is not None
     return fnmatch.fnmatchcase(module, entry)
@@ -74,7 +82,9 @@ def _scheme(config: Any, pack_method: str, what: str) -> QuantScheme | None:
     config = as_mapping(config, what)
     for tensors in ("input_tensors", "output_tensors"):
         if config.get(tensors) is not None:
-            raise CheckpointError(f"{what}.{tensors} must be null (weight-only quantisation), got {config[tensors]!r}")
+            raise CheckpointError(
+                f"{what}.{tensors} must be null (weight-only quantisation), got {config[tensors]!r}"
+            )
     if config.get("weight") is None:
         return None
     weight = as_mapping(config["weight"], f"{what}.weight")

@@ -1,0 +1,166 @@
+"""Where a checkpoint keeps its routed experts: the naming schemes of the field, brought to (layer, expert,
+role).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ._shards import listed
+from .errors import CheckpointError
+
+logger = logging.getLogger("int4_emu.checkpoint")
+
+# Names of the MoE block inside a decoder layer.
+BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe")
+# Names of a projection and the role it plays. w1 is the gate, w3 the up and w2 the down projection.
+ROLES = {
+    "gate_proj": "gate", "w1": "gate",
+    "up_proj": "up", "w3": "up",
+    "down_proj": "down", "w2": "down",
+    "gate_up_proj": "gate_up",
+}  # fmt: skip
+# Decoder stacks that predict further tokens: their layers count from zero again and are no part of the model
+# proper.
+_EXTRA_STACKS = ("mtp", "nextn", "eagle")
+
+_LAYER = r"(?P<stack>(?:[^.]+\.)*?)layers\.(?P<layer>\d+)\.(?P<block>[^.]+)"
+_EXPERT = re.compile(_LAYER + r"\.experts\.(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<tensor>.+)")
+_ROUTER = re.compile(_LAYER + r"\.(?:gate|router)\.weight")
+# Anything else below an `experts` component: tensors of all experts in one, or names nobody told us about.
+_OTHER = re.compile(_LAYER + r"\.experts\..+")
+
+
+@dataclass
+class MoELayer:
+    """One layer's routed experts by name.
+
+    Attributes:
+        number: the layer number.
+        block: full name of the MoE block, `model.layers.3.mlp`.
+        modules: (expert, role) to the projection's full module name; roles are gate, up, down.
+        tensors: module name to the suffixes of its tensors.
+        unknown: tensors below the experts that no known name explains.
+    """
+
+    number: int
+    block: str
+    modules: dict[tuple[int, str], str] = field(default_factory=dict)
+    tensors: dict[str, set[str]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def expert_ids(self) -> set[int]:
+        """Experts with at least one tensor."""
+        return {expert for expert, _ in self.modules}
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether any expert has a gate projection."""
+        return any(role == "gate" for _, role in self.modules)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The projections that each expert must have."""
+        return ("gate", "up", "down") if self.has_gate else ("up", "down")
+
+    def expected_module(self, expert: int, role: str) -> str:
+        """The name of a projection, or the name it would have by the pattern of its neighbours."""
+        if (expert, role) in self.modules:
+            return self.modules[expert, role]
+        leaves = {r: m.rpartition(".")[2] for (_, r), m in self.modules.items()}
+        short = any(leaf in ("w1", "w2", "w3") for leaf in leaves.values())
+        names = (
+            {"gate": "w1", "up": "w3", "down": "w2"}
+            if short
+            else {r: f"{r}_proj" for r in ("gate", "up", "down")}
+        )
+        return f"{self.block}.experts.{expert}.{leaves.get(role, names[role])}"
+
+
+def discover_moe_layers(names: Iterable[str]) -> dict[int, MoELayer]:
+    """Finds the MoE layers among tensor names, in layer order.
+
+    Raises:
+        CheckpointError: experts stored all in one tensor, an expert with two names for one role, two stacks
+            that claim the same layer, a router whose experts are missing, or a block of an unknown name.
+    """
+    found: dict[tuple[str, int], MoELayer] = {}
+    routers: dict[tuple[str, int], str] = {}
+    fused: list[str] = []
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            if other := _OTHER.fullmatch(name):
+                if not _is_extra(other["stack"]):
+                    fused.append(name)
+            elif router := _ROUTER.fullmatch(name):
+                routers[router["stack"], int(router["layer"])] = (
+                    f"{router['stack']}layers.{router['layer']}.{router['block']}"
+                )
+            continue
+        if _is_extra(match["stack"]):
+            continue
+        if match["block"] not in BLOCKS:
+            raise CheckpointError(
+                f"{name}: the MoE block must be one of {', '.join(BLOCKS)}, got {match['block']}"
+            )
+        _add(found, match, name)
+    if fused:
+        raise CheckpointError(
+            f"{len(fused)} tensors below `experts` do not belong to one numbered expert "
+            f"(experts.N.<projection>.<tensor>) and are not understood: {listed(fused)}"
+        )
+    for key, block in routers.items():
+        if key not in found and not _is_extra(key[0]) and _looks_routed(block, found):
+            raise CheckpointError(f"layer {key[1]} has the router of {block} but no tensor of its experts")
+    return _by_number(found)
+
+
+def _is_extra(stack: str) -> bool:
+    return any(part in _EXTRA_STACKS for part in stack.split("."))
+
+
+def _looks_routed(block: str, found: dict[tuple[str, int], MoELayer]) -> bool:
+    """Whether a block with a `gate` is of the kind that has experts in other layers (a dense gate is
+    something else).
+    """
+    return not found or any(
+        layer.block.rpartition(".")[2] == block.rpartition(".")[2] for layer in found.values()
+    )
+
+
+def _add(found: dict[tuple[str, int], MoELayer], match: re.Match[str], name: str) -> None:
+    number, expert = int(match["layer"]), int(match["expert"])
+    block = f"{match['stack']}layers.{match['layer']}.{match['block']}"
+    layer = found.setdefault((match["stack"], number), MoELayer(number, block))
+    if layer.block != block:
+        raise CheckpointError(f"layer {number} has experts under {layer.block} and under {block}")
+    role = ROLES.get(match["projection"])
+    if role is None:
+        layer.unknown.append(name)
+        return
+    if role == "gate_up":
+        raise CheckpointError(f"{name}: gate and up projection in one tensor are not supported yet")
+    module = f"{block}.experts.{match['expert']}.{match['projection']}"
+    if layer.modules.setdefault((expert, role), module) != module:
+        raise CheckpointError(
+            f"expert {expert} of layer {number} has two {role} projections: "
+            f"{layer.modules[expert, role]}, {module}"
+        )
+    layer.tensors.setdefault(module, set()).add(match["tensor"])
+
+
+def _by_number(found: dict[tuple[str, int], MoELayer]) -> dict[int, MoELayer]:
+    layers: dict[int, MoELayer] = {}
+    for layer in sorted(found.values(), key=lambda item: item.number):
+        if layer.number in layers:
+            raise CheckpointError(
+                f"two stacks hold experts of layer {layer.number}: "
+                f"{layers[layer.number].block} and {layer.block}"
+            )
+        layers[layer.number] = layer
+    return layers

@@ -1,0 +1,79 @@
+"""One int4 or int8 Linear of a checkpoint in the canonical layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import ops
+from .group_order import sort_by_group
+from .loading import check_scales
+from .projection import Projection
+from .projection_reader import ProjectionReader
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A Linear's weight in canonical tensors (see docs/design.md).
+
+    Attributes:
+        qweight: uint8 [O, ceil(I * bits / 8)].
+        scales: floating point [O, C].
+        qzeros: uint8 [O, C] true zero points, or None (the midpoint).
+        perm: int32 [I] for act-order: column j of `qweight` is input perm[j]; None in input order.
+        g_idx: int32 [I], where groups have other sizes than group_size and cannot be sorted; then `qweight`
+            is in input order.
+        bits, group_size, in_features: 4 or 8, resolved (never -1), I.
+        bias: [O] or None.
+    """
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    qzeros: torch.Tensor | None
+    perm: torch.Tensor | None
+    g_idx: torch.Tensor | None
+    bits: int
+    group_size: int
+    in_features: int
+    bias: torch.Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return self.qweight.shape[0]
+
+
+def load_quantized_weight(
+    projection: Projection, reader: ProjectionReader, *, strict: bool
+) -> QuantizedWeight:
+    """Reads and converts one quantised projection."""
+    scheme = projection.scheme
+    assert scheme is not None, "a quantised projection"
+    g_idx = reader.read_group_order(projection)
+    perm = None if g_idx is None else sort_by_group(projection, g_idx)
+    raw = reader.read(projection)
+    if strict:
+        check_scales(projection, raw.scales)
+    qweight, scales, qzeros = ops.repack(
+        raw.qweight,
+        raw.scales,
+        raw.qzeros,
+        format=scheme.format,
+        bits=scheme.bits,
+        in_features=projection.in_features,
+        in_perm=perm,
+    )
+    bias = reader.files.get(f"{projection.module}.bias").clone() if projection.has_bias else None
+    reader.consume(projection)
+    return QuantizedWeight(
+        qweight=qweight,
+        scales=scales,
+        qzeros=qzeros,
+        perm=perm,
+        g_idx=g_idx.clone() if g_idx is not None and perm is None else None,
+        bits=scheme.bits,
+        group_size=projection.group_size,
+        in_features=projection.in_features,
+        bias=bias,
+    )
