@@ -22,6 +22,11 @@ void pack_rows_bf16(const PackXArgs& a, int64_t ld, uint16_t* out) {
   for (int64_t i = 0; i < a.m; ++i, out += ld) {
     const void* row = x_row(a, i, kBytes<D>);
     int64_t j = 0;
+    if (D == DType::bf16 && a.perm == nullptr && a.row_scale == nullptr) {
+      __builtin_memcpy(out, row, a.k * 2);
+      __builtin_memset(out + a.k, 0, (ld - a.k) * 2);
+      continue;
+    }
     for (; j < a.k; j += kLanes) store_bf16(out + j, x_vector<D>(a, row, i, j));
     for (; j < ld; j += kLanes) store_bf16(out + j, zero());
   }

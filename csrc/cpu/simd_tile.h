@@ -62,6 +62,10 @@ void load_dense(const LoadPanelArgs& a) {
       const char* row = base + r * w.n_stride * kBytes<D>;
       char* to = out + r * a.ld * kBytes<O>;
       int64_t j = 0;
+      if constexpr (D == O) {
+        __builtin_memcpy(to, row, a.k * kBytes<O>);
+        continue;
+      }
       for (; j + kLanes <= a.k; j += kLanes) store_as<O>(to, j, load_as<D>(row, j));
       if (j < a.k) store_tail<O>(to, j, load_tail<D>(row, j, a.k - j), a.k - j);
     }

@@ -151,7 +151,7 @@ inline double activation(const ActivationSpec& s, double g, double u) {
   double a = g / (1 + std::exp(-g));
   if (kind == 1) a = g * 0.5 * std::erfc(-g / std::sqrt(2.0));
   if (kind == 2) a = g / (1 + std::exp(-2 * std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
-  if (kind == 3) a = g > 0 ? g * g : 0;
+  if (kind == 3) a = g < 0 ? 0 : g * g;
   if (kind == 4) return g / (1 + std::exp(-static_cast<double>(s.alpha) * g)) * (u + static_cast<double>(s.beta));
   return gated ? a * u : a;
 }
