@@ -1,0 +1,67 @@
+// Reads blocks of rows of a checkpoint matrix, whatever its format, in canonical form (core/layout.h).
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "../core/layout.h"
+#include "../core/problem.h"
+#include "../core/status.h"
+
+namespace int4_emu::cpu {
+
+class CanonicalReader {
+ public:
+  explicit CanonicalReader(const PackedMatrix& m);
+
+  // A refusal for format and bits that no checkpoint combines.
+  Status check() const;
+
+  // Codes of row o of matrix b where the checkpoint already stores canonical rows, else null.
+  const uint8_t* codes_in_place(int64_t b, int64_t o) const;
+
+  // Rows o0..o0+n, columns k0..k0+k: out [n][stride] bytes, stride >= row_bytes(round_up(k, 8)). k0 must be a multiple of 8, and o0
+  // of row_multiple(). Codes past the last column of the matrix come out as zero.
+  void read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, int64_t k, uint8_t* out, int64_t stride) const;
+
+  // out [n][C] elements of m.scale_dtype.
+  void read_scales(int64_t b, int64_t o0, int64_t n, void* out) const;
+
+  // True zero points, out [n][C]; m.qzeros must be given. o0 is a multiple of row_multiple().
+  void read_zeros(int64_t b, int64_t o0, int64_t n, uint8_t* out) const;
+
+  int64_t row_multiple() const { return traits_.transposed ? 8 : 1; }
+  // Rows per block and columns per slice that make the reads whole cache lines and keep the scratch in L2.
+  int64_t block_rows() const { return traits_.transposed ? (traits_.packed_along_out ? 128 : 64) : 16; }
+  int64_t slice_columns() const { return traits_.transposed ? 1024 : INT64_MAX; }
+  bool scales_in_place() const { return !traits_.transposed; }
+  bool zeros_in_place() const { return m_.format == Format::canonical; }
+
+ private:
+  bool plain_bytes() const { return m_.bits == 8 && (traits_.plain_int8 || m_.format == Format::canonical); }
+  int64_t codes_per_word() const { return 32 / m_.bits; }
+
+  const PackedMatrix& m_;
+  FormatTraits traits_;
+  uint32_t flip_;         // xor that turns two's complement codes of a word into unsigned ones
+  int64_t source_row_;    // bytes between rows of the stored qweight, whichever axis they run along
+  int64_t source_size_;   // bytes of one stored matrix
+};
+
+// Scratch memory of one task; null data when the allocation failed.
+struct Scratch {
+  explicit Scratch(size_t bytes) : data(static_cast<uint8_t*>(std::malloc(bytes ? bytes : 1))) {}
+  ~Scratch() { std::free(data); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  uint8_t* data;
+};
+
+// Rows of scratch lie an odd number of cache lines apart, so that a column of them spreads over all sets of L1.
+constexpr int64_t scratch_stride(int64_t bytes) { return round_up(bytes, 64) | 64; }
+
+// codes [row_bytes(k)] -> one code a byte [k], and back (the unused half of an odd last byte becomes zero).
+void expand_codes(const uint8_t* codes, int bits, int64_t k, uint8_t* out);
+void pack_codes(const uint8_t* in, int bits, int64_t k, uint8_t* out);
+
+}  // namespace int4_emu::cpu

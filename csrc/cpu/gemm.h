@@ -1,0 +1,103 @@
+// What fused_moe and grouped_gemm share: rows of x grouped by expert, multiplied panel by panel.
+//
+// A Unit is up to kUnitRows rows of one expert. Its x is packed once; then every task takes (unit, chunk of output columns), loads
+// weight panels into its worker's scratch and multiplies all the unit's rows by them. Workers draw tasks from a shared counter. No
+// result depends on which worker runs a task: the partition is fixed by the shapes.
+#pragma once
+
+#include <atomic>
+
+#include "../core/layout.h"
+#include "api.h"
+#include "select.h"
+
+namespace int4_emu::cpu {
+
+// More rows of one expert than this make another unit: bounds the fp32 tiles that a worker holds.
+constexpr int64_t kUnitRows = 512;
+// Output columns of a task, and of a panel (one for the gate, one for the up rows).
+constexpr int64_t kTaskColumns = 64;
+constexpr int64_t kPanelColumns = 32;
+// Elements of a worker's weight panel: 2 * kPanelColumns rows of kPanelDepth columns at the most.
+constexpr int64_t kPanelElements = 64 * 1024;
+constexpr int64_t kWaveBytes = int64_t{8} << 20;
+
+struct Unit {
+  int64_t expert, row0, m;  // rows row0..row0+m of the expert-sorted order
+  size_t packed;            // offset of its packed x
+};
+
+// Cuts aligned pieces off a caller's workspace; with a null base it only adds up.
+class Arena {
+ public:
+  Arena(void* base, size_t bytes) : base_(static_cast<char*>(base)), bytes_(bytes) {}
+  template <class T>
+  T* take(int64_t count) {
+    used_ = (used_ + 63) & ~size_t{63};
+    char* p = base_ ? base_ + used_ : nullptr;
+    used_ += static_cast<size_t>(count) * sizeof(T);
+    return reinterpret_cast<T*>(p);
+  }
+  // The base need not be aligned: one line is kept for that.
+  static void* align(void* base) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(base) + 63) & ~uintptr_t{63}); }
+  size_t used() const { return ((used_ + 63) & ~size_t{63}) + 64; }
+  bool fits() const { return used() <= bytes_; }
+
+ private:
+  char* base_;
+  size_t bytes_, used_ = 0;
+};
+
+// One projection with the compute type that its weights and x ask for.
+class Projection {
+ public:
+  Projection(const TileTable& table, const Weight& weight, DType x);
+
+  // One or two runs of panel rows of the same columns: gate and up. Row j of part p is row0[p] + j * step.
+  struct Parts {
+    int count;
+    int64_t row0[2], step;
+  };
+
+  const Weight& weight() const { return weight_; }
+  const ComputeFunctions& functions() const { return functions_; }
+  // Packed x of the rows of `unit`, taken from x row by row.
+  void pack(const Unit& unit, const void* x, DType dtype, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const;
+  // c[part][m][n] (part stride m * ldc) = x * W^T + bias for n columns of each part. `panel` is the worker's scratch.
+  void multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* panel, float* c, int64_t ldc) const;
+
+ private:
+  bool direct(int64_t m) const;
+  void add_bias(const Unit& unit, const Parts& parts, int64_t n, float* c, int64_t ldc) const;
+
+  const Weight& weight_;
+  const ComputeFunctions& functions_;
+  int64_t k_multiple_, element_bytes_;
+  bool same_type_;  // dense weights already in the compute type
+};
+
+// Runs body(worker, task) for every task, begin_thread and end_thread around each worker's share.
+template <class Body>
+void run_tasks(const Parallel& parallel, const TileTable& table, int64_t tasks, const Body& body) {
+  const int64_t workers = parallel.threads < 1 ? 1 : (tasks < parallel.threads ? tasks : parallel.threads);
+  std::atomic<int64_t> next{0};
+  parallel.for_each(workers, 1, [&](int64_t worker, int64_t) {
+    if (table.begin_thread) table.begin_thread();
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(worker, task);
+    if (table.end_thread) table.end_thread();
+  });
+}
+
+// Appends the units of one expert's rows, evenly cut; returns the new count.
+int64_t append_units(int64_t expert, int64_t row0, int64_t rows, Unit* units, int64_t count);
+// The most units that `rows` rows over `experts` experts can make.
+constexpr int64_t max_units(int64_t rows, int64_t experts) { return (experts < rows ? experts : rows) + rows / kUnitRows; }
+
+// Bytes that packed x may take at once. Enough for any single unit; beyond kWaveBytes the units go in waves.
+int64_t packed_capacity(const Projection& projection, int64_t rows);
+// The end of the wave that begins at unit `begin`: as many units as fit in `capacity` bytes and `rows` rows, and at least one. Sets
+// their offsets. `second` is null or a projection that reuses the space.
+int64_t next_wave(const Projection& first, const Projection* second, Unit* units, int64_t begin, int64_t count, int64_t capacity,
+                  int64_t rows);
+
+}  // namespace int4_emu::cpu

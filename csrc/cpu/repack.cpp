@@ -1,0 +1,118 @@
+// unpack, unpack_zeros and repack: checkpoint formats to bytes and to the canonical layout.
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "api.h"
+#include "canonical.h"
+
+namespace int4_emu::cpu {
+namespace {
+
+// Runs body(b, o0, n) over blocks of rows of all matrices; body returns false when it ran out of memory.
+template <class Body>
+Status for_each_block(const PackedMatrix& m, int64_t block, const Parallel& parallel, const Body& body) {
+  const int64_t blocks = ceil_div(m.out_features, block);
+  std::atomic<bool> ok{true};
+  parallel.for_each(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t o0 = i % blocks * block;
+      const int64_t n = m.out_features - o0 < block ? m.out_features - o0 : block;
+      if (!body(i / blocks, o0, n)) ok.store(false, std::memory_order_relaxed);
+    }
+  });
+  return ok.load() ? Status{} : make_error(Code::internal, "out of memory for the scratch of %lld rows", (long long)block);
+}
+
+// Where each source row goes. Without a permutation row o goes to o; with one, possibly to several rows or to none.
+class RowTargets {
+ public:
+  RowTargets(const int32_t* out_perm, int64_t rows) : identity_(out_perm == nullptr) {
+    if (identity_) return;
+    starts_.assign(static_cast<size_t>(rows) + 1, 0);
+    targets_.resize(static_cast<size_t>(rows));
+    for (int64_t i = 0; i < rows; ++i) ++starts_[out_perm[i] + 1];
+    for (int64_t o = 0; o < rows; ++o) starts_[o + 1] += starts_[o];
+    std::vector<int64_t> cursor(starts_.begin(), starts_.end() - 1);
+    for (int64_t i = 0; i < rows; ++i) targets_[cursor[out_perm[i]]++] = i;
+  }
+
+  template <class Body>
+  void for_each(int64_t o, const Body& body) const {
+    if (identity_) return body(o);
+    for (int64_t i = starts_[o]; i < starts_[o + 1]; ++i) body(targets_[i]);
+  }
+
+ private:
+  bool identity_;
+  std::vector<int64_t> starts_, targets_;  // CSR: targets of source row o are targets_[starts_[o]..starts_[o + 1]]
+};
+
+}  // namespace
+
+Status unpack(const PackedMatrix& m, uint8_t* out, const Parallel& parallel) {
+  const CanonicalReader reader(m);
+  if (Status s = reader.check(); !s) return s;
+  const int64_t k = m.in_features, stride = scratch_stride(row_bytes(round_up(k, 8), m.bits)), block = reader.block_rows();
+  return for_each_block(m, block, parallel, [&](int64_t b, int64_t o0, int64_t n) {
+    const bool in_place = reader.codes_in_place(b, o0) != nullptr;
+    Scratch scratch(in_place ? 0 : n * stride);
+    if (!scratch.data) return false;
+    if (!in_place) reader.read_codes(b, o0, n, 0, k, scratch.data, stride);
+    for (int64_t i = 0; i < n; ++i) {
+      const uint8_t* row = in_place ? reader.codes_in_place(b, o0 + i) : scratch.data + i * stride;
+      expand_codes(row, m.bits, k, out + (b * m.out_features + o0 + i) * k);
+    }
+    return true;
+  });
+}
+
+Status unpack_zeros(const PackedMatrix& m, uint8_t* out, const Parallel& parallel) {
+  const CanonicalReader reader(m);
+  if (Status s = reader.check(); !s) return s;
+  return for_each_block(m, reader.block_rows(), parallel, [&](int64_t b, int64_t o0, int64_t n) {
+    reader.read_zeros(b, o0, n, out + (b * m.out_features + o0) * m.groups);
+    return true;
+  });
+}
+
+Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_perm, const RepackOut& out, const Parallel& parallel) {
+  const CanonicalReader reader(m);
+  if (Status s = reader.check(); !s) return s;
+  const int64_t k = m.in_features, rows = m.out_features, groups = m.groups;
+  const int64_t width = row_bytes(k, m.bits), scale_row = groups * dtype_bytes(m.scale_dtype);
+  const int64_t stride = scratch_stride(row_bytes(round_up(k, 8), m.bits));
+  const RowTargets targets(out_perm, rows);
+
+  return for_each_block(m, reader.block_rows(), parallel, [&](int64_t b, int64_t o0, int64_t n) {
+    // codes [n][stride] | scales [n][C] | zeros [n][C] | one row of codes before and after the column gather
+    Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0), bytes(in_perm ? 2 * k : 0);
+    if (!codes.data || !scales.data || !zeros.data || !bytes.data) return false;
+    reader.read_codes(b, o0, n, 0, k, codes.data, stride);
+    if (m.scales) reader.read_scales(b, o0, n, scales.data);
+    if (out.zeros) {
+      if (m.qzeros) {
+        reader.read_zeros(b, o0, n, zeros.data);
+      } else {
+        std::memset(zeros.data, m.bits == 4 ? 8 : 128, static_cast<size_t>(n * groups));
+      }
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      uint8_t* row = codes.data + i * stride;
+      if (in_perm) {
+        expand_codes(row, m.bits, k, bytes.data);
+        for (int64_t j = 0; j < k; ++j) bytes.data[k + j] = bytes.data[in_perm[j]];
+        pack_codes(bytes.data + k, m.bits, k, row);
+      }
+      targets.for_each(o0 + i, [&](int64_t target) {
+        const int64_t to = b * rows + target;
+        std::memcpy(out.qweight + to * width, row, static_cast<size_t>(width));
+        if (m.scales && out.scales) std::memcpy(static_cast<char*>(out.scales) + to * scale_row, scales.data + i * scale_row, scale_row);
+        if (out.zeros) std::memcpy(out.zeros + to * groups, zeros.data + i * groups, static_cast<size_t>(groups));
+      });
+    }
+    return true;
+  });
+}
+
+}  // namespace int4_emu::cpu
