@@ -1,0 +1,68 @@
+"""What a backend is. One file each; other packages add theirs through the entry point group `int4_emu.backends`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .._enums import Layout
+from ..quant_config import MoEConfig
+
+WeightsMode = Literal["packed", "dequantized"]
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    """The tensors of one layer: dense w13 [E, 2I, H] and w2 [E, H, I], or codes with the quantisation fields set."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_scales: Tensor | None = None
+    w2_scales: Tensor | None = None
+    w13_qzeros: Tensor | None = None
+    w2_qzeros: Tensor | None = None
+    w13_perm: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    w13_group_size: int = 0
+    w2_group_size: int = 0
+    w13_bits: int = 4
+    w2_bits: int = 4
+    layout: Layout = Layout.canonical
+
+
+class Backend(ABC):
+    """Runs MoE layers of the kinds it supports."""
+
+    name: str
+    # Compiled backends are what `weights="auto"` stays packed for.
+    is_compiled: bool = True
+
+    @abstractmethod
+    def is_supported(self, config: MoEConfig, weights: WeightsMode) -> list[str]:
+        """Every reason against serving this layer, each completing "not used since ..."; empty = it can."""
+
+    def layout(self, config: MoEConfig) -> Layout:
+        """The order in which this backend wants the codes of a packed layer (`ops.prepack`)."""
+        return Layout.canonical
+
+    def describe(self, config: MoEConfig, weights: WeightsMode) -> str:
+        """A few words on how the layer runs: the instruction set, the rounding."""
+        return ""
+
+    @abstractmethod
+    def run(self, weights: MoEWeights, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> Tensor:
+        """The layer: hidden_states [M, H], topk_weights float32 [M, k], topk_ids [M, k] to [M, H].
+
+        `options` are the keyword arguments that `ops.fused_moe` and `ops.fused_moe_packed` share.
+        """
+
+
+def packed_arguments(weights: MoEWeights) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(the arguments after topk_ids, the keywords) that tell `fused_moe_packed` of the quantisation."""
+    args = (weights.w13_scales, weights.w2_scales, weights.w13_group_size, weights.w2_group_size)
+    names = ("w13_qzeros", "w2_qzeros", "w13_perm", "w13_bits", "w2_bits")
+    return args, {n: getattr(weights, n) for n in names} | {"layout": int(weights.layout)}

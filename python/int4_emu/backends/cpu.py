@@ -1,0 +1,41 @@
+"""The compiled CPU kernels: AMX, AVX-512, AVX2 or portable C++, chosen at run time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _library, ops
+from ..quant_config import MoEConfig
+from .base import Backend, MoEWeights, WeightsMode, packed_arguments
+
+
+class CpuBackend(Backend):
+    """Every format, activation and option, packed or dequantised."""
+
+    name = "cpu"
+
+    def is_supported(self, config: MoEConfig, weights: WeightsMode) -> list[str]:
+        reasons = []
+        if torch.device(config.device).type != "cpu":
+            reasons.append(f"it runs on the CPU, and the layer is on {config.device}")
+        if not _library.is_compiled():
+            reasons.append(str(_library.load_error()))
+        else:
+            isa, why = _library.cpu_isa()
+            if isa is None:
+                reasons.append(why)
+        return reasons
+
+    def describe(self, config: MoEConfig, weights: WeightsMode) -> str:
+        isa = _library.cpu_isa()[0]
+        return f"{isa}, {_library.packed_numerics(config.dtype)} weights" if weights == "packed" else f"{isa}"
+
+    def run(self, weights: MoEWeights, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> Tensor:
+        shared = options | {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias}
+        if weights.w13_scales is None:
+            return ops.fused_moe(hidden_states, weights.w13, weights.w2, topk_weights, topk_ids, **shared)
+        args, quantization = packed_arguments(weights)
+        return ops.fused_moe_packed(hidden_states, weights.w13, weights.w2, topk_weights, topk_ids, *args, **quantization, **shared)
