@@ -26,10 +26,11 @@ from .progress import LoadProgress
 from .projection import FLOAT_DTYPES, Projection
 from .projection_reader import ContradictingZeros, ProjectionReader
 from .quantized_weight import QuantizedWeight, load_quantized_weight
-from .weights_choice import choose_weights
+from .weights_choice import Placement, choose_weights, moe_config
 
 if TYPE_CHECKING:
     from .experts import Experts
+    from .quant_config import MoEConfig
 
 logger = logging.getLogger("int4_emu.checkpoint")
 
@@ -197,6 +198,29 @@ class Checkpoint:
             self._plans[layer] = plan
         return self._plans[layer]
 
+    def moe_config(
+        self,
+        layer: int,
+        *,
+        weights: str = "packed",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> MoEConfig:
+        """The layer as `select_backend` asks for it, so that one can see who would serve it before loading.
+
+        Raises:
+            CheckpointError: `packed` of a layer that cannot stay packed; the message has the reason.
+        """
+        plan = self.plan(layer)
+        orders = self._orders(plan, None)
+        refusal = plan.packed_refusal() or orders.refusal
+        if weights == "packed" and refusal is not None:
+            raise CheckpointError(
+                f"weights='packed' is not possible since {refusal}; weights='dequantized' is"
+            )
+        placement = Placement(dtype, torch.device(device), plan.num_experts, top_k=self.model.top_k)
+        return moe_config(plan, orders, placement, packed=weights == "packed")
+
     def load_experts(
         self,
         layer: int,
@@ -279,9 +303,16 @@ class Checkpoint:
         orders = self._orders(plan, ids)
         target = torch.device("cpu") if device is None else torch.device(device)
         bounds = intermediate_cut(plan, *ranks)
-        choice = choose_weights(
-            plan, orders, weights, dtype, target, ids, ranks[1], self.model.top_k, backend
+        placement = Placement(
+            dtype=dtype,
+            device=target,
+            num_experts=len(ids),
+            tp_size=ranks[1],
+            expert_parallel=expert_ids is not None,
+            top_k=self.model.top_k,
+            backend=backend,
         )
+        choice = choose_weights(plan, orders, weights, placement)
         logger.info("layer %d: %s weights, because %s", layer, choice.weights, choice.reason)
         request = LoadRequest(ids, bounds, dtype, target, self.strict, keep_w2_bias=ranks[0] == 0)
         loader = LayerLoader(plan, self._reader, orders, request)
