@@ -1,0 +1,150 @@
+"""Modules that stand in a transformers model in the place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..experts import Experts
+from ._gating import Gating, check_gating
+
+
+class Pending(nn.Module):
+    """Holds the place of a module whose weights the checkpoint reader fills in later.
+
+    It has no parameters, so the host finds nothing missing here. Only while the host computes a device map does it
+    carry a meta parameter of the final size.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reserved: nn.Parameter | None
+        self.register_parameter("reserved", None)
+
+    def reserve(self, nbytes: int) -> None:
+        """Shows `nbytes` to the host's device map."""
+        self.reserved = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+
+    def release(self) -> None:
+        """Ends `reserve`."""
+        self.reserved = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Raises: the weights are not there yet."""
+        raise CheckpointError("this module's weights have not been loaded; load the model with int4_emu.from_pretrained")
+
+
+class HostedExperts(Pending):
+    """The routed experts of one layer, called as transformers calls its own.
+
+    Attributes:
+        experts: the `int4_emu.Experts` that compute, None until `fill`.
+    """
+
+    def __init__(self, host: nn.Module, name: str) -> None:
+        """Takes the plain attributes of `host` (a meta module), so that code reading them still works."""
+        super().__init__()
+        if getattr(host, "has_post_expert_norm", False):
+            raise CheckpointError(f"{name}: {type(host).__name__} norms each expert's output, which int4_emu does not do")
+        plain = (bool, int, float, str, torch.dtype)
+        for key, value in vars(host).items():
+            if not key.startswith("_") and key != "training" and isinstance(value, plain):
+                setattr(self, key, value)
+        self.config = getattr(host, "config", None)
+        self._is_expert_parallel = False
+        self._name = name
+        self._host = [host]  # in a list: not a submodule
+        self._shapes = {key: tuple(p.shape) for key, p in host.named_parameters(recurse=False)}
+        self.experts: Experts | None = None
+        self.register_state_dict_post_hook(_to_host_names)
+        self.register_load_state_dict_pre_hook(_from_host_names)
+
+    def fill(self, experts: Experts) -> None:
+        """Puts the loaded experts in place, after checking that they compute what the host's module would.
+
+        Raises:
+            CheckpointError: another number of experts, other sizes, or another activation.
+        """
+        host = self._host.pop()
+        gating = Gating(experts.activation, experts.limit, experts.alpha, experts.beta)
+        check_gating(host, gating, self._name)
+        want = _host_sizes(host, self._shapes)
+        got = (experts.num_experts, experts.hidden_size, experts.intermediate_size)
+        if want is not None and want != got:
+            raise CheckpointError(
+                f"{self._name}: the model wants (experts, hidden, intermediate) = {want}, the checkpoint holds {got}"
+            )
+        self.release()
+        self.experts = experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs the experts.
+
+        Args:
+            hidden_states: [..., H].
+            top_k_index: [M, k] int32 or int64; ids outside the experts count as unrouted.
+            top_k_weights: [M, k].
+
+        Returns:
+            [..., H], in the dtype of `hidden_states`.
+        """
+        if self.experts is None:
+            return super().forward()
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self.experts(x, top_k_weights.float(), top_k_index).view(hidden_states.shape)
+
+
+def _host_sizes(host: nn.Module, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, int] | None:
+    """(E, H, I) of a host's fused parameters, None for a module that has none."""
+    down = shapes.get("down_proj")  # [E, H, I], transposed [E, I, H]
+    if down is None or len(down) != 3:
+        return None
+    experts, hidden, inner = down
+    return (experts, inner, hidden) if getattr(host, "is_transposed", False) else (experts, hidden, inner)
+
+
+def is_host_experts(module: nn.Module) -> bool:
+    """Whether `module` is one of transformers' fused experts: stacks of matrices, one per expert."""
+    fused = {"gate_up_proj", "up_proj", "gate_proj"} & set(module._parameters)
+    down = module._parameters.get("down_proj")
+    return bool(fused) and down is not None and down.dim() == 3
+
+
+def _plain_dense(module: HostedExperts) -> bool:
+    """Whether the experts hold the very tensors that the host would: dense, gate above up, output rows first."""
+    experts = module.experts
+    if experts is None or experts.is_packed:
+        return False
+    return getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
+
+
+def _renamings(module: HostedExperts) -> dict[str, str]:
+    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    return {
+        "experts.w13": up,
+        "experts.w2": "down_proj",
+        "experts.w13_bias": f"{up}_bias",
+        "experts.w2_bias": "down_proj_bias",
+    }
+
+
+def _to_host_names(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Dense experts save under the host's own names, so that what is saved loads without int4_emu."""
+    assert isinstance(module, HostedExperts)
+    if not _plain_dense(module):
+        return
+    for mine, theirs in _renamings(module).items():
+        if prefix + mine in state:
+            state[prefix + theirs] = state.pop(prefix + mine)
+
+
+def _from_host_names(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    assert isinstance(module, HostedExperts)
+    if not _plain_dense(module):
+        return
+    for mine, theirs in _renamings(module).items():
+        if prefix + theirs in state:
+            state[prefix + mine] = state.pop(prefix + theirs)

@@ -1,0 +1,221 @@
+"""Loads int4 and int8 Mixture-of-Experts checkpoints into transformers models. transformers is imported when called."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
+from ..model_config import quantization_config
+from ._plan import Plan
+
+logger = logging.getLogger(__name__)
+
+MINIMUM_VERSION = (5, 17)
+EXPERTS_IMPLEMENTATION = "int4_emu"
+
+# Arguments of transformers' from_pretrained that name another source of weights or another way to spread them.
+_REFUSED = {
+    "quantization_config": "the checkpoint's own configuration is read",
+    "state_dict": "the weights come from the checkpoint folder",
+    "gguf_file": "GGUF files are not read",
+    "torch_dtype": "say dtype=",
+    "distributed_config": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=, expert_ids=) for a sharded model",
+    "tp_plan": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=) for a sharded model",
+    "tp_size": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=) for a sharded model",
+    "device_mesh": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=) for a sharded model",
+    "offload_folder": "weights are never offloaded to disk",
+    "ignore_mismatched_sizes": "a tensor of another size is an error here",
+    "subfolder": "give the path of the folder itself",
+    "variant": "the folder's model.safetensors or its index is read",
+    "use_safetensors": "nothing but safetensors is read",
+}
+# Arguments that transformers takes beside the configuration's own attributes.
+_MODEL_ARGUMENTS = ("attn_implementation", "experts_implementation", "device_map", "max_memory", "key_mapping",
+                    "generation_config", "use_kernels", "kernel_config", "fusion_config", "output_loading_info")  # fmt: skip
+
+
+def _import_transformers() -> Any:
+    """transformers, or an ImportError that names the extra.
+
+    Raises:
+        ImportError: it is missing, or older than the hooks that are used.
+    """
+    wanted = ".".join(map(str, MINIMUM_VERSION))
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f'from_pretrained needs transformers >= {wanted}: install the extra, pip install "int4_emu[transformers]"'
+        ) from None
+    if tuple(int(part) for part in found.split(".")[:2]) < MINIMUM_VERSION:
+        raise ImportError(
+            f"from_pretrained needs transformers >= {wanted}, found {found}: pip install --upgrade "
+            '"int4_emu[transformers]"'
+        )
+    import transformers
+
+    return transformers
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    weights: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int | None = None,
+    strict: bool = True,
+    progress: bool = True,
+    **hf_kwargs: Any,
+) -> Any:
+    """Loads a quantised checkpoint folder as a transformers model that runs on int4_emu.
+
+    The experts become `int4_emu.Experts`, the other quantised Linears `int4_emu.Int4Linear` (packed) or plain Linears
+    (dequantised); everything in floating point is loaded by transformers. Every tensor of the checkpoint must find
+    its place and every weight of the model its tensor.
+
+    Args:
+        path: folder with config.json and safetensors files. GPTQ, AWQ, compressed-tensors, AutoRound and Quark
+            configurations are understood without the packages of those names; a checkpoint without a quantisation
+            loads too.
+        weights: "packed" keeps the weights int4 (int8) in memory, "dequantized" expands them to `dtype`, "auto" packs
+            what a compiled backend supports and expands the rest where that fits in memory.
+        dtype: dtype of activations, of unquantised weights and of dequantised ones.
+        device: device of the whole model; None is the CPU, or what `device_map` says.
+        strict: tensors that the model has no use for raise; False only logs them. Missing ones always raise.
+        progress: shows a bar.
+        **hf_kwargs: passed on to transformers: `attn_implementation`, `config`, `device_map`, `max_memory`, attributes
+            of the configuration, and so on.
+
+    Returns:
+        The model in evaluation mode; with `output_loading_info=True` the pair (model, loading information).
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        CheckpointError: the folder, its configuration or its tensors are not complete and consistent.
+        BackendError: packed weights were asked for and no backend supports a layer.
+        ValueError: an argument that cannot be honoured.
+    """
+    transformers = _import_transformers()
+    if weights not in ("auto", "packed", "dequantized"):
+        raise ValueError(f'weights must be "auto", "packed" or "dequantized", got {weights!r}')
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype!r}")
+    for name, why in _REFUSED.items():
+        if hf_kwargs.pop(name, None) is not None:
+            raise ValueError(f"int4_emu.from_pretrained does not take {name}: {why}")
+    if device is not None and hf_kwargs.get("device_map") is not None:
+        raise ValueError(f"give device or device_map, not both; got device={device!r} and device_map={hf_kwargs['device_map']!r}")
+    target = None if device is None else torch.device(device)
+    want_info = hf_kwargs.pop("output_loading_info", False)
+
+    checkpoint = Checkpoint(path, strict=strict)
+    config, kwargs = _read_config(transformers, path, hf_kwargs)
+    model_class = _model_class(transformers, config)
+    plan = Plan(checkpoint, weights=weights, dtype=dtype)
+    from ._hf_quantizer import Int4EmuConfig
+
+    with _without_bar(transformers):
+        model, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=plan.host_tensors(),
+            quantization_config=Int4EmuConfig(dict(quantization_config(checkpoint.config) or {}), plan),
+            dtype=dtype,
+            # Sizes are judged below, with the tensors named; transformers' own check differs between versions.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **kwargs,
+        )
+    plan.check_loaded(model, info, strict=strict)
+    if target is not None:
+        model.to(target)
+    plan.fill(model, strict=strict, progress=progress)
+    _finish(transformers, model, plan, path, kwargs)
+    return (model, info) if want_info else model
+
+
+def register_experts() -> None:
+    """Makes `experts_implementation="int4_emu"` known to transformers, for models in floating point.
+
+    Such a model keeps its own parameters; only its experts' forward runs through `int4_emu.ops.fused_moe`.
+    """
+    _import_transformers()
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from ._experts_function import experts_forward
+
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)
+
+
+def _read_config(transformers: Any, path: str | os.PathLike[str], hf_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration without its quantisation, and the arguments that are left for the model."""
+    given = hf_kwargs.pop("config", None)
+    kwargs = {name: hf_kwargs.pop(name) for name in _MODEL_ARGUMENTS if name in hf_kwargs}
+    if isinstance(given, transformers.PreTrainedConfig):
+        config, kwargs = copy.deepcopy(given), {**hf_kwargs, **kwargs}
+    else:
+        try:
+            config, unused = transformers.AutoConfig.from_pretrained(
+                os.fspath(given if given is not None else path), return_unused_kwargs=True, local_files_only=True, **hf_kwargs
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{Path(path) / 'config.json'} is no configuration that transformers reads: {error}") from error
+        unused.pop("local_files_only", None)
+        kwargs = {**unused, **kwargs}
+    # Our wrapper goes in as an argument: left in place, the stock quantiser of that name would take over.
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return config, kwargs
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    """The model class that the configuration names, else the causal language model of its type."""
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise CheckpointError(
+        f"transformers {transformers.__version__} has no model class for architectures={config.architectures}, "
+        f"model_type={config.model_type!r}"
+    )
+
+
+def _finish(transformers: Any, model: Any, plan: Plan, path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:
+    """What transformers does for a model that it loads from a folder, and the end of the quantiser's work."""
+    folder = Path(path)
+    if kwargs.get("generation_config") is None and model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.name_or_path = model.config.name_or_path = os.fspath(path)
+    model.hf_quantizer.forget_plan()
+    if plan.packed_modules == 0:
+        # Nothing quantised is left: the model saves and casts like any other.
+        model.hf_quantizer.remove_quantization_config(model)
+        if hasattr(model, "_weight_conversions"):
+            del model._weight_conversions
+
+
+@contextmanager
+def _without_bar(transformers: Any) -> Iterator[None]:
+    """Hides transformers' bar over the small floating-point part; ours counts the layers."""
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()

@@ -1,0 +1,260 @@
+"""from_pretrained as a citizen of transformers: saving, moving, arguments, refusals, and gaps that raise."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import int4_emu
+from int4_emu import CheckpointError
+from int4_emu.data import BARD
+from int4_emu.integrations import transformers as integration
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.tensor([[594, 45, 37, 47, 14, 199, 497, 366, 812, 12]])
+
+
+def load(path: Path = BARD, **options: Any) -> Any:
+    return int4_emu.from_pretrained(path, **{"dtype": torch.float32, "progress": False, **options})
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=IDS.to(model.device)).logits
+
+
+@pytest.fixture(scope="module")
+def packed() -> Any:
+    return load(weights="packed")
+
+
+@pytest.fixture(scope="module")
+def dense() -> Any:
+    return load(weights="dequantized")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of bard that a test may damage."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(BARD / name, tmp_path / name)
+    return tmp_path
+
+
+def edit_tensors(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, change: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_modes_agree_and_packed_is_smaller(packed: Any, dense: Any) -> None:
+    assert torch.allclose(logits(packed), logits(dense), rtol=1e-3, atol=1e-3)
+    sizes = [sum(t.nbytes for t in model.state_dict().values()) for model in (packed, dense)]
+    assert sizes[0] < sizes[1] / 4
+
+
+def test_embeddings_are_tied(packed: Any) -> None:
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
+
+
+def test_auto_packs_where_a_compiled_backend_serves(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="int4_emu"):
+        model = load(weights="auto")
+    experts = model.model.layers[0].mlp.experts.experts
+    assert experts.is_packed == (int4_emu.is_compiled())
+    text = caplog.text
+    assert all(f"layer {layer}" in text for layer in range(4))
+    assert ("packed" if experts.is_packed else "dequantized") in text
+
+
+def test_dequantised_model_saves_a_plain_checkpoint(dense: Any, tmp_path: Path) -> None:
+    dense.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in saved
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.allclose(logits(stock), logits(dense), rtol=1e-4, atol=1e-4)
+    again = load(tmp_path)  # a checkpoint without a quantisation loads too
+    assert torch.allclose(logits(again), logits(dense), rtol=1e-4, atol=1e-4)
+
+
+def test_packed_model_refuses_to_save(packed: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"save_pretrained cannot write .* packed.*copy the folder .*bard"):
+        packed.save_pretrained(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_dequantised_model_casts(dense: Any) -> None:
+    model = copy.deepcopy(dense).to(torch.bfloat16)
+    assert model.model.layers[0].mlp.experts.experts.w13.dtype is torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(logits(model).float().flatten(), logits(dense).flatten(), dim=0) > 0.999
+
+
+def test_state_dict_round_trip(packed: Any, dense: Any) -> None:
+    for model in (packed, dense):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.model.layers[1].self_attn.q_norm.weight.zero_()
+        result = other.load_state_dict(model.state_dict())
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("place", [{"device": "cpu"}, {"device_map": "cpu"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}])
+def test_places(place: dict[str, Any], packed: Any) -> None:
+    if "device_map" in place:
+        pytest.importorskip("accelerate")
+    model = load(weights="packed", **place)
+    assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
+    assert torch.equal(logits(model.to("cpu")), logits(packed))
+
+
+def test_device_map_that_offloads_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    with pytest.raises(ValueError, match="device_map must place every module on the CPU, or every one on accelerators"):
+        load(device_map="auto", max_memory={"cpu": 100_000})
+
+
+def test_arguments_reach_transformers() -> None:
+    model = load(attn_implementation="eager", use_cache=False)
+    assert model.config._attn_implementation == "eager"
+    assert model.config.use_cache is False
+    config = transformers.AutoConfig.from_pretrained(BARD)
+    config.num_experts_per_tok = 1
+    fewer = load(config=config)
+    assert fewer.model.layers[0].mlp.gate.top_k == 1
+    assert config.quantization_config["quant_method"] == "compressed-tensors"  # the caller's object is left alone
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"weights": "int4"}, ValueError, 'weights must be "auto", "packed" or "dequantized", got \'int4\''),
+        ({"dtype": torch.int8}, TypeError, "dtype must be torch.bfloat16, torch.float16 or torch.float32, got torch.int8"),
+        ({"dtype": "auto"}, TypeError, "dtype must be torch.bfloat16"),
+        ({"quantization_config": {}}, ValueError, "does not take quantization_config: the checkpoint's own"),
+        ({"tp_plan": "auto"}, ValueError, "does not take tp_plan: use int4_emu.Checkpoint"),
+        ({"device": "cpu", "device_map": "auto"}, ValueError, "give device or device_map, not both"),
+    ],
+)
+def test_refused_arguments(options: dict[str, Any], kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence):
+        load(**options)
+
+
+def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(integration.importlib.metadata, "version", absent)
+    with pytest.raises(ImportError, match=r'transformers >= 5\.17.*pip install "int4_emu\[transformers\]"'):
+        load()
+
+
+def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration.importlib.metadata, "version", lambda name: "5.9.1")
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.17, found 5\.9\.1"):
+        load()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.2.mlp.experts.7.down_proj.weight_scale",
+        "model.layers.1.self_attn.q_proj.weight_zero_point",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.embed_tokens.weight",
+        "model.layers.3.mlp.gate.weight",
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_missing_tensor_raises(name: str, strict: bool, folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(folder, strict=strict)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.extra", "model.layers.0.mlp.experts.3.up_proj.extra", "extra.weight"])
+def test_an_unexpected_tensor_raises_when_strict(name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(folder)
+    model = load(folder, strict=False)
+    assert torch.isfinite(logits(model)).all()
+    assert name in caplog.text
+
+
+def test_a_tensor_of_another_size_raises(folder: Path) -> None:
+    name = "model.layers.1.self_attn.q_norm.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.ones(32)}))
+    with pytest.raises(CheckpointError, match=r"q_norm\.weight is \[32\], the model wants \[64\]"):
+        load(folder)
+
+
+def test_a_quantised_linear_of_another_size_raises(folder: Path) -> None:
+    edit_config(folder, lambda config: config.update(num_key_value_heads=4))
+    with pytest.raises(CheckpointError, match=r"k_proj is \[out, in\] = \[128, 256\] in the checkpoint, the model wants \[256, 256\]"):
+        load(folder)
+
+
+def test_more_layers_than_the_checkpoint_holds_raises(folder: Path) -> None:
+    edit_config(folder, lambda config: config.update(num_hidden_layers=5))
+    with pytest.raises(CheckpointError, match=r"has experts in layers \[0, 1, 2, 3, 4\], the checkpoint in layers \[0, 1, 2, 3\]"):
+        load(folder)
+
+
+def test_another_activation_than_the_model_raises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from int4_emu.integrations import _modules
+
+    real = _modules.Gating
+    monkeypatch.setattr(_modules, "Gating", lambda *args: real(int4_emu.Activation.gelu))
+    with pytest.raises(CheckpointError, match="the configuration says activation gelu"):
+        load(folder)
+
+
+def test_unknown_architecture_raises(folder: Path) -> None:
+    edit_config(folder, lambda config: config.update(model_type="no_such_model", architectures=["NoSuchModel"]))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(folder)
+
+
+def moe_config(kind: str) -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+             "vocab_size": 64, "num_experts_per_tok": 2, "intermediate_size": 48}  # fmt: skip
+    if kind == "gpt_oss":  # interleaved, transposed, biases, swiglu-oai
+        return transformers.GptOssConfig(**sizes, num_local_experts=4, layer_types=["full_attention"] * 2)
+    if kind == "gelu":
+        return transformers.Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=24, hidden_act="gelu_pytorch_tanh")
+    return transformers.Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=24)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gpt_oss"])
+def test_experts_function_for_models_in_floating_point(kind: str) -> None:
+    integration.register_experts()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(moe_config(kind), experts_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    ids = torch.arange(24).view(2, 12)
+    with torch.inference_mode():
+        want = model(input_ids=ids).logits
+        model.set_experts_implementation(integration.EXPERTS_IMPLEMENTATION)
+        got = model(input_ids=ids).logits
+    assert torch.allclose(got, want, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(got, torch.zeros_like(got))
