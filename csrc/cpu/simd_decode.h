@@ -35,36 +35,41 @@ inline Table16 value_table(float zero_point, float scale) {
   return make_table(entries);
 }
 
+// Fewer than kLanes codes, or codes that do not start on a word.
+template <DType D>
+inline void decode_few(const CodeRow& row, int64_t p, int64_t count, float zero_point, float scale, void* out, int64_t i) {
+  alignas(64) float buffer[kLanes] = {0};
+  for (int64_t j = 0; j < count; ++j) buffer[j] = static_cast<float>(code_at(row, p + j));
+  store_tail<D>(out, i, mul(sub(load(buffer), set1(zero_point)), set1(scale)), count);
+}
+
 // Codes first..last of a row, all of one group, to out[0..last - first).
 template <DType D>
 inline void decode_group(const CodeRow& row, int64_t first, int64_t last, float zero_point, float scale, char* out) {
-  int64_t p = first;
+  const int64_t mask = row.bits == 8 ? 0 : row.even_odd ? 7 : 1;  // a vector of codes starts where these bits are 0
+  int64_t p = first, head = -first & mask;
+  if (head > 0) {
+    if (head > last - first) head = last - first;
+    decode_few<D>(row, p, head, zero_point, scale, out, 0);
+    p += head;
+  }
   if constexpr (D != DType::f32) {
     // A table costs about as much as decoding 16 codes one vector at a time.
-    if (row.bits == 4 && !row.even_odd && p % 2 == 0 && last - p >= 32) {
+    if (row.bits == 4 && !row.even_odd && last - p >= 32) {
       const Table16 table = value_table<D>(zero_point, scale);
       for (; p + 32 <= last; p += 32) lookup32(table, row.codes + (p - row.origin) / 2, reinterpret_cast<uint16_t*>(out) + (p - first));
     }
   }
   const Vf z = set1(zero_point), s = set1(scale);
-  const Vi shifts = code_shifts(row.even_odd);
-  const int64_t word = row.bits == 8 ? 1 : row.even_odd ? 8 : 2;  // a vector starts at a multiple of this many codes
-  while (p < last) {
-    if (p + kLanes <= last && p % word == 0) {
-      const int64_t i = p - row.origin;
-      const Vf codes = row.bits == 8 ? codes8(row.codes + i) : codes4(row.codes + i / 2, shifts);
-      store_as<D>(out, p - first, mul(sub(codes, z), s));
-      p += kLanes;
-      continue;
-    }
-    int64_t count = word - p % word;
-    if (count == word) count = last - p < kLanes ? last - p : kLanes;
-    if (count > last - p) count = last - p;
-    alignas(64) float buffer[kLanes] = {0};
-    for (int64_t i = 0; i < count; ++i) buffer[i] = static_cast<float>(code_at(row, p + i));
-    store_tail<D>(out, p - first, mul(sub(load(buffer), z), s), count);
-    p += count;
+  if (row.bits == 8) {
+    const uint8_t* codes = row.codes - row.origin;
+    for (; p + kLanes <= last; p += kLanes) store_as<D>(out, p - first, mul(sub(codes8(codes + p), z), s));
+  } else {
+    const Vi shifts = code_shifts(row.even_odd);
+    const uint8_t* codes = row.codes - row.origin / 2;
+    for (; p + kLanes <= last; p += kLanes) store_as<D>(out, p - first, mul(sub(codes4(codes + p / 2, shifts), z), s));
   }
+  if (p < last) decode_few<D>(row, p, last - p, zero_point, scale, out, p - first);
 }
 
 // Codes k0..k0+k of a row to `out`, elements of D; one rounding of the exact fp32 product.
