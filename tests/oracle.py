@@ -56,7 +56,7 @@ def pack_words(
     moved = np.moveaxis(np.asarray(codes, np.int64), axis, -1)
     missing = -moved.shape[-1] % per_word
     moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, missing)], constant_values=pad)
-    lanes = moved.reshape(*moved.shape[:-1], -1, per_word)
+    lanes = moved.reshape(*moved.shape[:-1], moved.shape[-1] // per_word, per_word)
     words = np.zeros(lanes.shape[:-1], np.int64)
     for slot in range(per_word):
         column = slots[slot] if per_word == 8 else slot

@@ -37,20 +37,21 @@ def needs_memory(gigabytes: float) -> None:
 # (b) shapes.
 
 
-def test_case_07_row_offsets_past_2_31(compiled: ModuleType) -> None:
-    """grouped_gemm writes R * N = 2^31 + 2^15 elements (4.3 GB): the last rows equal a call of their own."""
+def test_case_07_row_offsets_past_2_31(compiled: ModuleType, rng: np.random.Generator) -> None:
+    """grouped_gemm writes R * N = 2^31 + 2^15 elements (4.3 GB); its one group is the last 16 rows of them.
+    grouped_gemm writes R * N = 2^31 + 2^15 elements (4.3 GB); its one group is the last 16 rows of them."""
     needs_memory(7)
     torch.utils.deterministic.fill_uninitialized_memory = False  # the fill would double the time
     rows, columns = 2**20 + 16, 2048
-    x = torch.randn(64, 2, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)).repeat(
-        rows // 64 + 1, 1
-    )[:rows]
-    weight = torch.randn(1, columns, 2, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
-    got = compiled.grouped_gemm(x, weight, torch.tensor([0, rows], dtype=torch.int32))
-    for part in (slice(0, 16), slice(rows - 16, rows)):
-        assert torch.equal(
-            got[part], compiled.grouped_gemm(x[part], weight, torch.tensor([0, 16], dtype=torch.int32))
-        )
+    x = torch.zeros(rows, 2, dtype=torch.bfloat16)
+    x[-16:] = to_torch(random_floats(rng, (16, 2), torch.bfloat16), torch.bfloat16)
+    weight = to_torch(random_floats(rng, (1, columns, 2), torch.bfloat16), torch.bfloat16)
+    got = compiled.grouped_gemm(x, weight, torch.tensor([rows - 16, rows], dtype=torch.int32))
+    assert torch.equal(
+        got[-16:], compiled.grouped_gemm(x[-16:], weight, torch.tensor([0, 16], dtype=torch.int32))
+    )
+    assert got[-16:].abs().max() > 0
+    assert (got[:64] == 0).all()
 
 
 @pytest.mark.slow
@@ -77,11 +78,13 @@ def test_case_08_expert_offsets_past_2_31(
     needs_memory(6)
     torch.utils.deterministic.fill_uninitialized_memory = False
     hidden, inter, last = 4096, 2048, experts - 1
-    w13, w2 = (
-        torch.zeros(experts, 2 * inter, hidden // 2, dtype=torch.uint8),
-        torch.zeros(experts, hidden, inter // 2, dtype=torch.uint8),
-    )
-    s13, s2 = torch.zeros(experts, 2 * inter, hidden // 128), torch.zeros(experts, hidden, inter // 128)
+
+    def zeros(*shape: int, dtype: type = np.float32) -> torch.Tensor:
+        return torch.from_numpy(np.zeros(shape, dtype))  # untouched pages: torch.zeros would write them all
+
+    w13 = zeros(experts, 2 * inter, hidden // 2, dtype=np.uint8)
+    w2 = zeros(experts, hidden, inter // 2, dtype=np.uint8)
+    s13, s2 = zeros(experts, 2 * inter, hidden // 128), zeros(experts, hidden, inter // 128)
     for tensor in (w13, w2):
         tensor[last] = torch.from_numpy(rng.integers(0, 256, tensor.shape[1:], np.uint8))
     for tensor in (s13, s2):
@@ -263,7 +266,7 @@ def test_case_16_nothing_to_do_still_returns_fresh_memory(compiled: ModuleType) 
         compiled.unpack_zeros(plain, bits=8),
         compiled.prepack(plain, layout=0),
         compiled.unprepack(plain, layout=0),
-        *compiled.repack(plain, ones, plain, format=0, bits=8),
+        *compiled.repack(plain, ones, plain[:, :1], format=0, bits=8),
         *compiled.moe_align(ids, 4, 1),
         compiled.dequantize(plain, ones, group_size=16, bits=8),
     ]

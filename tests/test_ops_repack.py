@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import oracle
-from test_ops_dequantize import EVERY_FORMAT, stored
+from stored import FORMAT_BITS_LIST, stored
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 ID = oracle.FORMAT_IDS
 CPU_N16 = 1
+EVERY_FORMAT = pytest.mark.parametrize(("name", "bits"), FORMAT_BITS_LIST)
 
 
 @pytest.mark.parametrize("experts", [0, 2], ids=["matrix", "stack"])
@@ -95,7 +96,7 @@ def oracle_cpu_n16(codes: np.ndarray, bits: int) -> np.ndarray:
     bytes."""
     *lead, rows, columns = codes.shape
     words = oracle.pack_words(codes, -1, bits, (0, 2, 4, 6, 1, 3, 5, 7))
-    blocks = words.reshape(*lead, rows // 16, 16, -1)
+    blocks = words.reshape(*lead, rows // 16, 16, words.shape[-1])
     return (
         np.ascontiguousarray(np.swapaxes(blocks, -1, -2))
         .view(np.uint8)
