@@ -1,4 +1,4 @@
-"""The embedded bard model end to end: perplexity and greedy text against references of independent software."""
+"""The embedded bard model end to end: perplexity and greedy text against independent references."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_perplexity_counts_whole_rows_only(bard: Any, tokenizer: Any, text: str)
     found = perplexity(bard, tokenizer, short, context=48, batch=1)
     assert (found.rows, found.dropped, found.context) == (tokens // 48, tokens % 48, 48)
     # Each row is its own context: the batch does not matter, and a row alone gives the same losses.
-    assert perplexity(bard, tokenizer, short, context=48, batch=2).value == pytest.approx(found.value, rel=1e-5)
+    assert perplexity(bard, tokenizer, short, context=48, batch=2).value == pytest.approx(
+        found.value, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every checkpoint of other projects' tools through from_pretrained, in both modes, against the tools' references."""
+"""Every checkpoint of other projects' tools through from_pretrained, against the tools' references."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import BARD, CHECKPOINT_NAMES, reference_tensors, require_checkpoint
 from safetensors import safe_open
 
 import int4_emu
+from checkpoints import BARD, CHECKPOINT_NAMES, reference_tensors, require_checkpoint
 from int4_emu import ops
 
 pytest.importorskip("transformers")
 
-# The references were computed with weights rounded once to the dtype of the scales; exact weights differ by that rounding.
+# The references took weights rounded once to the dtype of the scales; exact weights differ by that rounding.
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 FP32_BOUND = 1e-6  # the same weights in both: accumulation only
 WEIGHTS = ["packed", "dequantized"]
@@ -29,7 +29,9 @@ def rounded_dtype(path: Path) -> torch.dtype:
         return torch.float32
     with safe_open(path / "reference/reference.safetensors", "pt") as file:
         name = next(key for key in file.keys() if key.endswith("weight_dequant"))  # noqa: SIM118
-        kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[file.get_slice(name).get_dtype()]
+        kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[
+            file.get_slice(name).get_dtype()
+        ]
     # bard's two matrices are stored in fp32; its reference used them rounded like its scales.
     return torch.bfloat16 if path.name.startswith(("bard", "ct-")) else kind
 
@@ -54,7 +56,10 @@ def layer_numbers(reference: dict[str, torch.Tensor]) -> list[int]:
 
 
 def routing(reference: dict[str, torch.Tensor], layer: int) -> tuple[torch.Tensor, ...]:
-    return tuple(reference[f"moe.{layer}.{part}"] for part in ("experts_in", "top_k_index", "top_k_weights", "experts_out"))
+    return tuple(
+        reference[f"moe.{layer}.{part}"]
+        for part in ("experts_in", "top_k_index", "top_k_weights", "experts_out")
+    )
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -69,7 +74,7 @@ def test_loads_whole_and_computes_the_reference(name: str, weights: str) -> None
     assert not any(value.is_meta for value in [*model.parameters(), *model.buffers()])
     bound = BOUND.get(rounded_dtype(path), FP32_BOUND)
     layers = layer_numbers(reference)
-    assert layers == [number for number in range(model.config.num_hidden_layers)]
+    assert layers == list(range(model.config.num_hidden_layers))
     for layer in layers:
         x, index, scores, want = routing(reference, layer)
         with torch.inference_mode():
@@ -77,8 +82,10 @@ def test_loads_whole_and_computes_the_reference(name: str, weights: str) -> None
         assert relative_error(got, want) < bound, f"layer {layer}"
     with torch.inference_mode():
         logits = model(input_ids=reference["input_ids"]).logits
-    # Random weights route tokens by small margins, so single tokens may differ much: compare the whole loosely.
-    cosine = torch.nn.functional.cosine_similarity(logits.flatten().double(), reference["logits"].flatten().double(), dim=0)
+    # Random weights route tokens by small margins: single tokens may differ much, so compare the whole.
+    cosine = torch.nn.functional.cosine_similarity(
+        logits.flatten().double(), reference["logits"].flatten().double(), dim=0
+    )
     assert cosine > 0.97
     assert isinstance(hosted(model, 0).experts, int4_emu.Experts)
     linears = {type(layer.self_attn.q_proj) for layer in model.model.layers}
@@ -121,7 +128,9 @@ def test_the_bound_sees_a_fault(mutate: Any) -> None:
     x, index, scores, want = routing(reference, 1)
     experts = hosted(model, 1).experts
     w13, w2 = mutate(experts.w13.detach(), experts.w2.detach())
-    assert relative_error(ops.fused_moe(x.float(), w13, w2, scores.float(), index), want) > 2 * max(BOUND.values())
+    assert relative_error(ops.fused_moe(x.float(), w13, w2, scores.float(), index), want) > 2 * max(
+        BOUND.values()
+    )
 
 
 def test_no_stock_quantiser_runs() -> None:

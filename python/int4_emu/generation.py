@@ -40,8 +40,8 @@ def perplexity(
 ) -> Perplexity:
     """Measures the perplexity of `model` on `text`.
 
-    The token ids of the whole text are cut into rows of `context` ids, each row its own context; the incomplete
-    last row is dropped. Losses are taken in float32 and summed in double precision.
+    The token ids of the whole text are cut into rows of `context` ids, each row its own context; the
+    incomplete last row is dropped. Losses are taken in float32 and summed in double precision.
 
     Args:
         model: a causal language model, called as ``model(input_ids=..., use_cache=False).logits``.
@@ -133,8 +133,8 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the greedy continuation of `prompt` as pieces of text.
 
-    A token may end inside a UTF-8 character: pieces are held back until the character is whole. The pieces joined
-    are the continuation, without the prompt.
+    A token may end inside a UTF-8 character: pieces are held back until the character is whole. The pieces
+    joined are the continuation, without the prompt.
     """
     prompt_ids = tokenizer(prompt)["input_ids"]
     ids = list(prompt_ids)

@@ -15,8 +15,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """Runs a transformers experts module through `int4_emu.ops.fused_moe`, on its own parameters.
 
     Args:
-        self: the experts module: E experts with `gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H], and `down_proj`
-            [E, H, I]; each stored transposed where `is_transposed`.
+        self: the experts module: E experts with `gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H], and
+            `down_proj` [E, H, I]; each stored transposed where `is_transposed`.
         hidden_states: [M, H].
         top_k_index: [M, k]; ids that are not below `num_experts` mark slots of other ranks and are skipped.
         top_k_weights: [M, k].
@@ -53,5 +53,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 def _supported_gating(module: Any) -> Gating:
     name = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
-        raise ValueError(f"{name} norms each expert's output, which int4_emu does not do: choose another experts_implementation")
+        raise ValueError(
+            f"{name} norms each expert's output, which int4_emu does not do: "
+            "choose another experts_implementation"
+        )
     return find_gating(module, name)

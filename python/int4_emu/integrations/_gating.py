@@ -31,7 +31,9 @@ class Gating:
 
 
 def _host_values(module: Any) -> tuple[Tensor, Tensor]:
-    """The probe [n, 2] (gate, up) or [n, 1], and what the host's own function makes of it [n, 1], in float32."""
+    """The probe [n, 2] (gate, up) or [n, 1], and what the host's own function makes of it [n, 1], in
+    float32.
+    """
     # The functions hold no weights, so they run on the CPU even while the module lies on the meta device.
     values = torch.tensor(_PROBE)
     with torch.device("cpu"), torch.no_grad():
@@ -63,8 +65,8 @@ def check_gating(module: Any, gating: Gating, name: str) -> None:
     h, y = _host_values(module)
     if not _agrees(gating, h, y):
         raise CheckpointError(
-            f"{name}: the configuration says activation {gating}, but the activation of {type(module).__name__} "
-            "gives other values"
+            f"{name}: the configuration says activation {gating}, "
+            f"but the activation of {type(module).__name__} gives other values"
         )
 
 
@@ -88,4 +90,6 @@ def find_gating(module: Any, name: str) -> Gating:
         if _agrees(candidate, h, y):
             return candidate
     known = ", ".join(str(c) for c in candidates)
-    raise ValueError(f"{name}: no known activation gives the values of {type(module).__name__}; tried {known}")
+    raise ValueError(
+        f"{name}: no known activation gives the values of {type(module).__name__}; tried {known}"
+    )

@@ -1,13 +1,15 @@
-"""The quantiser that transformers calls while it builds and loads a model. Imports transformers: import it lazily."""
+"""The quantiser that transformers calls while it builds and loads a model. Imports transformers: import it
+lazily.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -16,8 +18,9 @@ from ._plan import Plan
 METHOD = "int4_emu"
 
 _SAVE_PACKED = (
-    "save_pretrained cannot write a model whose weights are packed, and nothing in it differs from its checkpoint: copy "
-    'the folder {path}, write a floating-point checkpoint with "int4-emu convert", or load with weights="dequantized"'
+    "save_pretrained cannot write a model whose weights are packed, and nothing in it differs from its "
+    'checkpoint: copy the folder {path}, write a floating-point checkpoint with "int4-emu convert", '
+    'or load with weights="dequantized"'
 )
 
 
@@ -31,7 +34,7 @@ class Int4EmuConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, inner: dict[str, Any] | None = None, plan: Plan | None = None, **kwargs: Any) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]  # the enum lists the built-in ones
         self.inner = dict(inner or {})
         self.plan = plan
 
@@ -48,7 +51,9 @@ class Int4EmuConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class Int4EmuQuantizer(HfQuantizer):
-    """Clears the quantised modules out of a model's skeleton; `int4_emu.from_pretrained` fills them afterwards."""
+    """Clears the quantised modules out of a model's skeleton; `int4_emu.from_pretrained` fills them
+    afterwards.
+    """
 
     requires_calibration = False
 
@@ -61,6 +66,7 @@ class Int4EmuQuantizer(HfQuantizer):
 
     def forget_plan(self) -> None:
         """Lets go of the opened checkpoint, so that the model can be copied and pickled."""
+        assert isinstance(self.quantization_config, Int4EmuConfig)
         self.quantization_config.plan = None
         del self.plan
 
@@ -95,8 +101,10 @@ class Int4EmuQuantizer(HfQuantizer):
         return True
 
 
-def host_name(model: nn.Module, name: str) -> str:
-    """The name in `model` of a checkpoint's parameter, by the renamings that transformers has for the model."""
+def host_name(model: PreTrainedModel, name: str) -> str:
+    """The name in `model` of a checkpoint's parameter, by the renamings that transformers has for the
+    model.
+    """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]

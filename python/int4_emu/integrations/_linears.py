@@ -68,7 +68,9 @@ def load_linear(
 
 def _backend_refusal(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no compiled backend runs the weight packed: the question of one expert of the same shape."""
-    quant = QuantConfig(weight.bits, weight.bits, weight.group_size, -1, weight.qzeros is None, weight.perm is not None)
+    quant = QuantConfig(
+        weight.bits, weight.bits, weight.group_size, -1, weight.qzeros is None, weight.perm is not None
+    )
     config = MoEConfig(weight.in_features, weight.out_features, 1, 1, dtype, device, quant)
     try:
         selection = select_backend(config)

@@ -15,8 +15,8 @@ from ._gating import Gating, check_gating
 class Pending(nn.Module):
     """Holds the place of a module whose weights the checkpoint reader fills in later.
 
-    It has no parameters, so the host finds nothing missing here. Only while the host computes a device map does it
-    carry a meta parameter of the final size.
+    It has no parameters, so the host finds nothing missing here. Only while the host computes a device map
+    does it carry a meta parameter of the final size.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,9 @@ class Pending(nn.Module):
 
     def reserve(self, nbytes: int) -> None:
         """Shows `nbytes` to the host's device map."""
-        self.reserved = nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+        self.reserved = nn.Parameter(
+            torch.empty(nbytes, dtype=torch.uint8, device="meta"), requires_grad=False
+        )
 
     def release(self) -> None:
         """Ends `reserve`."""
@@ -34,7 +36,9 @@ class Pending(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises: the weights are not there yet."""
-        raise CheckpointError("this module's weights have not been loaded; load the model with int4_emu.from_pretrained")
+        raise CheckpointError(
+            "this module's weights have not been loaded; load the model with int4_emu.from_pretrained"
+        )
 
 
 class HostedExperts(Pending):
@@ -48,7 +52,9 @@ class HostedExperts(Pending):
         """Takes the plain attributes of `host` (a meta module), so that code reading them still works."""
         super().__init__()
         if getattr(host, "has_post_expert_norm", False):
-            raise CheckpointError(f"{name}: {type(host).__name__} norms each expert's output, which int4_emu does not do")
+            raise CheckpointError(
+                f"{name}: {type(host).__name__} norms each expert's output, which int4_emu does not do"
+            )
         plain = (bool, int, float, str, torch.dtype)
         for key, value in vars(host).items():
             if not key.startswith("_") and key != "training" and isinstance(value, plain):
@@ -75,7 +81,8 @@ class HostedExperts(Pending):
         got = (experts.num_experts, experts.hidden_size, experts.intermediate_size)
         if want is not None and want != got:
             raise CheckpointError(
-                f"{self._name}: the model wants (experts, hidden, intermediate) = {want}, the checkpoint holds {got}"
+                f"{self._name}: the model wants (experts, hidden, intermediate) = {want}, "
+                f"the checkpoint holds {got}"
             )
         self.release()
         self.experts = experts
@@ -114,7 +121,9 @@ def is_host_experts(module: nn.Module) -> bool:
 
 
 def _plain_dense(module: HostedExperts) -> bool:
-    """Whether the experts hold the very tensors that the host would: dense, gate above up, output rows first."""
+    """Whether the experts hold the very tensors that the host would: dense, gate above up, output rows
+    first.
+    """
     experts = module.experts
     if experts is None or experts.is_packed:
         return False

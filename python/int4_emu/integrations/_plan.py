@@ -1,4 +1,6 @@
-"""What goes where: which modules of a host model the checkpoint reader fills, and which tensors are left to the host."""
+"""What goes where: which modules of a host model the checkpoint reader fills, and which tensors are left to
+the host.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,20 @@ class Plan:
         self._linears: dict[str, str] = {}  # checkpoint module to module name in the model
         self._placeholders: dict[str, Pending] = {}  # module name in the model to what stands there
         self._sizes: dict[str, int] = {}  # module name in the model to bytes when loaded
-        self._features: dict[str, tuple[int, int]] = {}  # checkpoint module to the [out, in] that the model wants
+        self._features: dict[
+            str, tuple[int, int]
+        ] = {}  # checkpoint module to the [out, in] that the model wants
         self._shapes: dict[str, torch.Size] = {}  # parameters that the host loads
 
     def host_tensors(self) -> dict[str, Tensor]:
-        """The floating-point tensors that belong to no routed expert and no quantised Linear, mapped, not read."""
-        mine = {name for layer in self.checkpoint.moe_layers for name in self.checkpoint.expert_tensor_names(layer)}
+        """The floating-point tensors that belong to no routed expert and no quantised Linear, mapped, not
+        read.
+        """
+        mine = {
+            name
+            for layer in self.checkpoint.moe_layers
+            for name in self.checkpoint.expert_tensor_names(layer)
+        }
         return {
             name: self.checkpoint.get_tensor(name)
             for name in self.checkpoint.tensor_names
@@ -67,7 +77,8 @@ class Plan:
             host_name: the host's name of a checkpoint's parameter.
 
         Raises:
-            CheckpointError: model and checkpoint have other MoE layers, or a quantised module is no Linear of the model.
+            CheckpointError: model and checkpoint have other MoE layers, or a quantised module is no Linear
+            of the model.
         """
         self._install_experts(model)
         for module, scheme in self._schemes.items():
@@ -82,7 +93,9 @@ class Plan:
             self._put(model, name, Pending(), dense if self.weights == "dequantized" else packed)
         tied = {key.rpartition(".")[0] for key in _tied_keys(model)}
         if clash := sorted(tied & set(self._placeholders)):
-            raise CheckpointError(f"{listed(clash)} is quantised, but the configuration ties it to other weights")
+            raise CheckpointError(
+                f"{listed(clash)} is quantised, but the configuration ties it to other weights"
+            )
         self._shapes = {key: value.shape for key, value in model.state_dict().items()}
 
     def _install_experts(self, model: Any) -> None:
@@ -102,7 +115,9 @@ class Plan:
             self._put(model, name, HostedExperts(module, name), nbytes)
 
     def _find_linear(self, model: Any, module: str, host_name: Callable[[str], str]) -> str | None:
-        """The name of the Linear in the model; None for a module that the model's class says it never loads."""
+        """The name of the Linear in the model; None for a module that the model's class says it never
+        loads.
+        """
         # The plain name first: most models keep it, and the host's renamings cost a walk over the model.
         prefix = getattr(model, "base_model_prefix", "")
         names = [module, module.removeprefix(f"{prefix}."), f"{prefix}.{module}"]
@@ -114,9 +129,13 @@ class Plan:
             return renamed
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         if any(re.search(pattern, f"{module}.weight") for pattern in ignored):
-            self.checkpoint.mark_consumed(n for n in self.checkpoint.tensor_names if n.rpartition(".")[0] == module)
+            self.checkpoint.mark_consumed(
+                n for n in self.checkpoint.tensor_names if n.rpartition(".")[0] == module
+            )
             return None
-        raise CheckpointError(f"{module} is quantised in the checkpoint, but {type(model).__name__} has no Linear of that name")
+        raise CheckpointError(
+            f"{module} is quantised in the checkpoint, but {type(model).__name__} has no Linear of that name"
+        )
 
     def _put(self, model: Any, name: str, placeholder: Pending, nbytes: int) -> None:
         parent, _, leaf = name.rpartition(".")
@@ -143,8 +162,9 @@ class Plan:
         places = {str(place) for place in device_map.values()}
         if "disk" in places or ("cpu" in places and len(places) > 1):
             raise ValueError(
-                f"device_map must place every module on the CPU, or every one on accelerators, got {sorted(places)}: packed "
-                'weights cannot be offloaded; use more devices, weights="packed", or device="cpu"'
+                "device_map must place every module on the CPU, or every one on accelerators, "
+                f"got {sorted(places)}: weights cannot be offloaded; use more devices, "
+                'weights="packed", or device="cpu"'
             )
 
     # After the host has loaded its part
@@ -157,9 +177,15 @@ class Plan:
         """
         missing = sorted(info["missing_keys"])
         if missing:
-            raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}: {listed(missing)}")
+            raise CheckpointError(
+                f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}: {listed(missing)}"
+            )
         got = {key: value.shape for key, value in model.state_dict().items()}
-        wrong = {key: (tuple(got[key]), tuple(shape)) for key, shape in self._shapes.items() if got.get(key) != shape}
+        wrong = {
+            key: (tuple(got[key]), tuple(shape))
+            for key, shape in self._shapes.items()
+            if got.get(key) != shape
+        }
         wrong |= {key: (tuple(a), tuple(b)) for key, a, b in info["mismatched_keys"]}
         if wrong:
             said = [f"{key} is {list(a)}, the model wants {list(b)}" for key, (a, b) in sorted(wrong.items())]
@@ -169,7 +195,7 @@ class Plan:
             raise CheckpointError(f"transformers could not convert {len(errors)} tensors: {errors[0]}")
         unexpected = sorted(info["unexpected_keys"])
         if unexpected:
-            message = f"{type(model).__name__} has no use for {len(unexpected)} tensors of the checkpoint: {listed(unexpected)}"
+            message = f"{type(model).__name__} has no use for {len(unexpected)} tensors: {listed(unexpected)}"
             if strict:
                 raise CheckpointError(f"{message} (strict=False ignores them)")
             logger.warning("%s; ignored", message)
@@ -183,8 +209,14 @@ class Plan:
         """
         for module, name in self._linears.items():
             self._fill_linear(model, module, name)
+        if self._linears:
+            packed = self.packed_modules
+            logger.info("%d Linears beside the experts: %d packed, %d dequantized, because weights=%r",
+                        len(self._linears), packed, len(self._linears) - packed, self.weights)  # fmt: skip
         # One device after the other: usually there is one.
-        for device, layers in groupby(sorted(self._experts), key=lambda layer: _device(model, self._experts[layer])):
+        for device, layers in groupby(
+            sorted(self._experts), key=lambda layer: _device(model, self._experts[layer])
+        ):
             loaded = self.checkpoint.load_layers(
                 list(layers), progress=progress, weights=self.weights, dtype=self.dtype, device=device
             )
@@ -206,8 +238,12 @@ class Plan:
         weight = self.checkpoint.load_linear(module)
         want, got = self._features[module], (weight.out_features, weight.in_features)
         if want != got:
-            raise CheckpointError(f"{module} is [out, in] = {list(got)} in the checkpoint, the model wants {list(want)}")
-        linear = load_linear(weight, module, weights=self.weights, dtype=self.dtype, device=_device(model, name))
+            raise CheckpointError(
+                f"{module} is [out, in] = {list(got)} in the checkpoint, the model wants {list(want)}"
+            )
+        linear = load_linear(
+            weight, module, weights=self.weights, dtype=self.dtype, device=_device(model, name)
+        )
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, linear.eval())
         self.packed_modules += not isinstance(linear, nn.Linear)

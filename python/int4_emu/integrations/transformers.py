@@ -1,4 +1,4 @@
-"""Loads int4 and int8 Mixture-of-Experts checkpoints into transformers models. transformers is imported when called."""
+"""Loads int4 and int8 MoE checkpoints into transformers models. transformers is imported when called."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ logger = logging.getLogger(__name__)
 MINIMUM_VERSION = (5, 17)
 EXPERTS_IMPLEMENTATION = "int4_emu"
 
-# Arguments of transformers' from_pretrained that name another source of weights or another way to spread them.
+# Arguments of transformers that name another source of weights or another way to spread them.
+_SHARDED = "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=, expert_ids=) for a sharded model"
 _REFUSED = {
     "quantization_config": "the checkpoint's own configuration is read",
     "state_dict": "the weights come from the checkpoint folder",
     "gguf_file": "GGUF files are not read",
     "torch_dtype": "say dtype=",
-    "distributed_config": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=, expert_ids=) for a sharded model",
-    "tp_plan": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=) for a sharded model",
-    "tp_size": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=) for a sharded model",
-    "device_mesh": "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=) for a sharded model",
+    "distributed_config": _SHARDED,
+    "tp_plan": _SHARDED,
+    "tp_size": _SHARDED,
+    "device_mesh": _SHARDED,
     "offload_folder": "weights are never offloaded to disk",
     "ignore_mismatched_sizes": "a tensor of another size is an error here",
     "subfolder": "give the path of the folder itself",
@@ -40,8 +41,17 @@ _REFUSED = {
     "use_safetensors": "nothing but safetensors is read",
 }
 # Arguments that transformers takes beside the configuration's own attributes.
-_MODEL_ARGUMENTS = ("attn_implementation", "experts_implementation", "device_map", "max_memory", "key_mapping",
-                    "generation_config", "use_kernels", "kernel_config", "fusion_config", "output_loading_info")  # fmt: skip
+_MODEL_ARGUMENTS = (
+    "attn_implementation",
+    "experts_implementation",
+    "device_map",
+    "max_memory",
+    "key_mapping",
+    "generation_config",
+    "use_kernels",
+    "kernel_config",
+    "fusion_config",
+)
 
 
 def _import_transformers() -> Any:
@@ -55,7 +65,8 @@ def _import_transformers() -> Any:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(
-            f'from_pretrained needs transformers >= {wanted}: install the extra, pip install "int4_emu[transformers]"'
+            f"from_pretrained needs transformers >= {wanted}: install the extra, "
+            'pip install "int4_emu[transformers]"'
         ) from None
     if tuple(int(part) for part in found.split(".")[:2]) < MINIMUM_VERSION:
         raise ImportError(
@@ -79,22 +90,22 @@ def from_pretrained(
 ) -> Any:
     """Loads a quantised checkpoint folder as a transformers model that runs on int4_emu.
 
-    The experts become `int4_emu.Experts`, the other quantised Linears `int4_emu.Int4Linear` (packed) or plain Linears
-    (dequantised); everything in floating point is loaded by transformers. Every tensor of the checkpoint must find
-    its place and every weight of the model its tensor.
+    The experts become `int4_emu.Experts`, the other quantised Linears `int4_emu.Int4Linear` (packed) or
+    plain Linears (dequantised); everything in floating point is loaded by transformers. Every tensor of the
+    checkpoint must find its place and every weight of the model its tensor.
 
     Args:
-        path: folder with config.json and safetensors files. GPTQ, AWQ, compressed-tensors, AutoRound and Quark
-            configurations are understood without the packages of those names; a checkpoint without a quantisation
-            loads too.
-        weights: "packed" keeps the weights int4 (int8) in memory, "dequantized" expands them to `dtype`, "auto" packs
-            what a compiled backend supports and expands the rest where that fits in memory.
+        path: folder with config.json and safetensors files. GPTQ, AWQ, compressed-tensors, AutoRound and
+            Quark configurations are understood without the packages of those names; a checkpoint without a
+            quantisation loads too.
+        weights: "packed" keeps the weights int4 (int8) in memory, "dequantized" expands them to `dtype`,
+            "auto" packs what a compiled backend supports and expands the rest where that fits in memory.
         dtype: dtype of activations, of unquantised weights and of dequantised ones.
         device: device of the whole model; None is the CPU, or what `device_map` says.
         strict: tensors that the model has no use for raise; False only logs them. Missing ones always raise.
         progress: shows a bar.
-        **hf_kwargs: passed on to transformers: `attn_implementation`, `config`, `device_map`, `max_memory`, attributes
-            of the configuration, and so on.
+        **hf_kwargs: passed on to transformers: `attn_implementation`, `config`, `device_map`, `max_memory`,
+            attributes of the configuration, and so on.
 
     Returns:
         The model in evaluation mode; with `output_loading_info=True` the pair (model, loading information).
@@ -114,7 +125,10 @@ def from_pretrained(
         if hf_kwargs.pop(name, None) is not None:
             raise ValueError(f"int4_emu.from_pretrained does not take {name}: {why}")
     if device is not None and hf_kwargs.get("device_map") is not None:
-        raise ValueError(f"give device or device_map, not both; got device={device!r} and device_map={hf_kwargs['device_map']!r}")
+        raise ValueError(
+            "give device or device_map, not both; "
+            f"got device={device!r} and device_map={hf_kwargs['device_map']!r}"
+        )
     target = None if device is None else torch.device(device)
     want_info = hf_kwargs.pop("output_loading_info", False)
 
@@ -131,7 +145,7 @@ def from_pretrained(
             state_dict=plan.host_tensors(),
             quantization_config=Int4EmuConfig(dict(quantization_config(checkpoint.config) or {}), plan),
             dtype=dtype,
-            # Sizes are judged below, with the tensors named; transformers' own check differs between versions.
+            # Sizes are judged below, with names; transformers' own check differs between versions.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **kwargs,
@@ -157,7 +171,9 @@ def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)
 
 
-def _read_config(transformers: Any, path: str | os.PathLike[str], hf_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _read_config(
+    transformers: Any, path: str | os.PathLike[str], hf_kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """The model's configuration without its quantisation, and the arguments that are left for the model."""
     given = hf_kwargs.pop("config", None)
     kwargs = {name: hf_kwargs.pop(name) for name in _MODEL_ARGUMENTS if name in hf_kwargs}
@@ -166,10 +182,15 @@ def _read_config(transformers: Any, path: str | os.PathLike[str], hf_kwargs: dic
     else:
         try:
             config, unused = transformers.AutoConfig.from_pretrained(
-                os.fspath(given if given is not None else path), return_unused_kwargs=True, local_files_only=True, **hf_kwargs
+                os.fspath(given if given is not None else path),
+                return_unused_kwargs=True,
+                local_files_only=True,
+                **hf_kwargs,
             )
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{Path(path) / 'config.json'} is no configuration that transformers reads: {error}") from error
+            raise CheckpointError(
+                f"{Path(path) / 'config.json'} is no configuration that transformers reads: {error}"
+            ) from error
         unused.pop("local_files_only", None)
         kwargs = {**unused, **kwargs}
     # Our wrapper goes in as an argument: left in place, the stock quantiser of that name would take over.
@@ -189,15 +210,21 @@ def _model_class(transformers: Any, config: Any) -> Any:
     if type(config) in mapping:
         return mapping[type(config)]
     raise CheckpointError(
-        f"transformers {transformers.__version__} has no model class for architectures={config.architectures}, "
-        f"model_type={config.model_type!r}"
+        f"transformers {transformers.__version__} has no model class for "
+        f"architectures={config.architectures}, model_type={config.model_type!r}"
     )
 
 
-def _finish(transformers: Any, model: Any, plan: Plan, path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:
+def _finish(
+    transformers: Any, model: Any, plan: Plan, path: str | os.PathLike[str], kwargs: dict[str, Any]
+) -> None:
     """What transformers does for a model that it loads from a folder, and the end of the quantiser's work."""
     folder = Path(path)
-    if kwargs.get("generation_config") is None and model.can_generate() and (folder / "generation_config.json").is_file():
+    if (
+        kwargs.get("generation_config") is None
+        and model.can_generate()
+        and (folder / "generation_config.json").is_file()
+    ):
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.name_or_path = model.config.name_or_path = os.fspath(path)
     model.hf_quantizer.forget_plan()
