@@ -41,6 +41,9 @@ WeightArgument dense_weight(const Tensor& t, const std::string& name, int64_t ex
   check_dense_dtype(t, name, x.scalar_type(), x_name);
   const std::string context = "E=" + std::to_string(experts) + ", " + std::string(x_name) + " " + shape_text(x);
   check_shape(t, name.c_str(), {experts, n, k}, formula, context);
+  if (t.numel() > 0 && t.stride(2) != 1 && t.stride(1) != 1)
+    fail(name, " must be contiguous ", formula, " or the transposed view of a contiguous [E, K, N], never copied: stride 1 in one of the last two",
+         " dimensions, got strides [", t.stride(0), ", ", t.stride(1), ", ", t.stride(2), "]");
   WeightArgument a;
   a.w.experts = experts, a.w.n = n, a.w.k = k;
   a.w.data = t.const_data_ptr();

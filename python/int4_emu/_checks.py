@@ -268,6 +268,9 @@ def _check_dense(w: Tensor, name: str, want: Sequence[int], formula: str, x: Ten
     if w.dtype != x.dtype and x.dtype != torch.float32:
         raise TypeError(f"{name} must be {_name(x.dtype)} like {x_name} (float32 {x_name} take any), got {_name(w.dtype)}")
     check_shape(w, name, want, formula, f"E={want[0]}, {x_name} {list(x.shape)}")
+    if w.numel() > 0 and w.stride(2) != 1 and w.stride(1) != 1:
+        raise ValueError(f"{name} must be contiguous {formula} or the transposed view of a contiguous [E, K, N], never copied: stride 1 "
+                         f"in one of the last two dimensions, got strides {list(w.stride())}")
 
 
 def _check_packed(w: Tensor, prefix: str, name: str, want: tuple[int, int, int], n_name: str, k_name: str, scales: Tensor,
