@@ -42,7 +42,9 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         torch.ops.load_library(str(path))
         return ctypes.CDLL(str(path)), None
     except (OSError, RuntimeError) as error:
-        reason = f"the compiled library did not load under torch {torch.__version__}: {error}"
+        # torch names only the file; what the dynamic linker said is the cause.
+        said = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        reason = f"the compiled library did not load under torch {torch.__version__}: {said}"
         if built := _built_for(locals().get("path")):
             reason += f" (built with {built})"
         log.warning("int4_emu: %s; the PyTorch reference backend serves instead", reason)
