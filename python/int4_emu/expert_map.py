@@ -33,7 +33,7 @@ def make_expert_map(num_experts: int, ep_size: int, ep_rank: int, placement: str
         start = ep_rank * base + min(ep_rank, extra)
         ids = torch.arange(start, start + count)
     elif placement == "round_robin":
-        ids = torch.arange(ep_rank, num_experts, ep_size)
+        ids = torch.arange(count) * ep_size + ep_rank
     else:
         raise ValueError(f"placement must be linear or round_robin, got {placement!r}")
     expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
