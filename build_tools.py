@@ -56,8 +56,12 @@ def rocm_architectures(env: Mapping[str, str], torch_list: Sequence[str]) -> lis
     text = env.get("PYTORCH_ROCM_ARCH", "")
     names = [n for n in re.split(r"[;,\s]+", text) if n] or list(torch_list)
     if not names:
-        raise ValueError("no AMD architecture to build for: set PYTORCH_ROCM_ARCH, for example to gfx942;gfx1100")
+        raise ValueError(
+            "no AMD architecture to build for: set PYTORCH_ROCM_ARCH, for example to gfx942;gfx1100"
+        )
     for name in names:
         if not re.fullmatch(r"gfx[0-9a-f]{3,5}(:(sramecc|xnack)[+-])*", name):
-            raise ValueError(f"PYTORCH_ROCM_ARCH must list names like gfx942 or gfx1100, got {name!r} in {text or ';'.join(names)!r}")
+            raise ValueError(
+                f"PYTORCH_ROCM_ARCH must list names like gfx942 or gfx1100, got {name!r} in {text or ';'.join(names)!r}"
+            )
     return names

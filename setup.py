@@ -22,13 +22,40 @@ from build_tools import compile_jobs, visible_memory  # noqa: E402
 
 # The oldest torch whose ABI the library needs: 2.10.
 TORCH_TARGET = "0x020a000000000000"
-CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffile-prefix-map=.=int4_emu", "-Wall", "-Wextra"]
+CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-ffile-prefix-map=.=int4_emu",
+    "-Wall",
+    "-Wextra",
+]
 # gcc 12 reports false uninitialised variables inside its own AVX-512 headers.
 ISA_FLAGS = {
     "tile_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "tile_avx512.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"],
-    "tile_amx.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile",
-                     "-mamx-bf16"],
+    "tile_avx512.cpp": [
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512bf16",
+    ],
+    "tile_amx.cpp": [
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512bf16",
+        "-mamx-tile",
+        "-mamx-bf16",
+    ],
 }
 ISA_WARNINGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -38,7 +65,9 @@ def compiler_version() -> str:
     """First line of `$CXX --version`."""
     cxx = os.environ.get("CXX") or "c++"
     try:
-        return subprocess.run([*cxx.split(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        return subprocess.run(
+            [*cxx.split(), "--version"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown compiler"
 
@@ -66,8 +95,12 @@ class Build(BuildExtension):
     def build_extension(self, ext: Extension) -> None:
         objects: list[str] = []
         for name, files, flags in kernel_groups():
-            objects += self.compiler.compile(files, output_dir=str(Path(self.build_temp) / name), extra_postargs=list(flags),
-                                             depends=ext.depends)
+            objects += self.compiler.compile(
+                files,
+                output_dir=str(Path(self.build_temp) / name),
+                extra_postargs=list(flags),
+                depends=ext.depends,
+            )
         saved = list(ext.extra_objects or [])
         ext.extra_objects = saved + objects
         try:
@@ -79,16 +112,28 @@ class Build(BuildExtension):
         # setuptools would write over the file that a running process has mapped.
         for ext in self.extensions:
             built = Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(ext.name))
-            target = Path(self.get_ext_fullpath(ext.name)) if not self.inplace else ROOT / "python" / self.get_ext_filename(ext.name)
+            target = (
+                Path(self.get_ext_fullpath(ext.name))
+                if not self.inplace
+                else ROOT / "python" / self.get_ext_filename(ext.name)
+            )
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.with_suffix(".tmp")
             shutil.copy2(built, temporary)
             os.replace(temporary, target)
 
 
-headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")) + ["python/int4_emu/schemas.inc", "csrc/torch/exports.map"]
+headers = [
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")),
+    "python/int4_emu/schemas.inc",
+    "csrc/torch/exports.map",
+]
 build_info = f"torch {torch.__version__}, {compiler_version()}, torch ABI 2.10"
-link_args = ["-Wl,--as-needed", "-Wl,-z,defs", "-Wl,--version-script=csrc/torch/exports.map"] if sys.platform == "linux" else []
+link_args = (
+    ["-Wl,--as-needed", "-Wl,-z,defs", "-Wl,--version-script=csrc/torch/exports.map"]
+    if sys.platform == "linux"
+    else []
+)
 extensions: list[Extension] = [
     CppExtension(
         "int4_emu._C",
@@ -105,8 +150,16 @@ if os.environ.get("INT4_EMU_NATIVE_TESTS") == "1" and (ROOT / "tests/native/bind
     import pybind11
 
     # Binds the torch-free C++ for tests; it has a Python ABI and does not belong into a wheel for everyone.
-    extensions.append(Extension("int4_emu_native", ["tests/native/bind.cpp"], include_dirs=[pybind11.get_include()], depends=headers,
-                                extra_compile_args=CXX_FLAGS, language="c++"))
+    extensions.append(
+        Extension(
+            "int4_emu_native",
+            ["tests/native/bind.cpp"],
+            include_dirs=[pybind11.get_include()],
+            depends=headers,
+            extra_compile_args=CXX_FLAGS,
+            language="c++",
+        )
+    )
     wheel_options = {}
 
 if not is_ninja_available():

@@ -107,7 +107,12 @@ def stub_library(tmp_path):
 
 
 def run_probe(library):
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env={"INT4_EMU_LIBRARY": str(library), "PATH": ""})
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        capture_output=True,
+        text=True,
+        env={"INT4_EMU_LIBRARY": str(library), "PATH": ""},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

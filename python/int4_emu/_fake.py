@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
-from . import _library, reference
+from . import _checks_formats, _checks_moe, _library, reference
 
 # Kept for the life of the process: a Library that is collected takes its registrations along.
 _registrations: list[torch.library.Library] = []
@@ -23,68 +23,178 @@ _registrations: list[torch.library.Library] = []
 
 
 def _unpack(qweight: Tensor, *, format: int = 0, bits: int = 4, in_features: int = -1) -> Tensor:
-    m = checks.check_codes(qweight, format, bits, in_features)
+    m = _checks_formats.check_codes(qweight, format, bits, in_features)
     return qweight.new_empty([*m.batch, m.out_features, m.in_features], dtype=torch.uint8)
 
 
 def _unpack_zeros(qzeros: Tensor, *, format: int = 0, bits: int = 4, out_features: int = -1) -> Tensor:
-    return qzeros.new_empty(checks.check_unpack_zeros(qzeros, format, bits, out_features), dtype=torch.uint8)
+    return qzeros.new_empty(
+        _checks_formats.check_unpack_zeros(qzeros, format, bits, out_features), dtype=torch.uint8
+    )
 
 
-def _dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, g_idx: Tensor | None = None, *, group_size: int,
-                format: int = 0, bits: int = 4, in_features: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    m = checks.check_dequantize(qweight, scales, qzeros, g_idx, group_size=group_size, format=format, bits=bits, in_features=in_features,
-                                dtype=dtype)
+def _dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    *,
+    group_size: int,
+    format: int = 0,
+    bits: int = 4,
+    in_features: int = -1,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    m = _checks_formats.check_dequantize(
+        qweight,
+        scales,
+        qzeros,
+        g_idx,
+        group_size=group_size,
+        format=format,
+        bits=bits,
+        in_features=in_features,
+        dtype=dtype,
+    )
     return qweight.new_empty([*m.batch, m.out_features, m.in_features], dtype=dtype or scales.dtype)
 
 
-def _dequantize_out(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, g_idx: Tensor | None = None, *, group_size: int,
-                    format: int = 0, bits: int = 4, in_features: int = -1, out: Tensor) -> None:
-    m = checks.check_dequantize(qweight, scales, qzeros, g_idx, group_size=group_size, format=format, bits=bits, in_features=in_features,
-                                dtype=None)
+def _dequantize_out(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    *,
+    group_size: int,
+    format: int = 0,
+    bits: int = 4,
+    in_features: int = -1,
+    out: Tensor,
+) -> None:
+    m = _checks_formats.check_dequantize(
+        qweight,
+        scales,
+        qzeros,
+        g_idx,
+        group_size=group_size,
+        format=format,
+        bits=bits,
+        in_features=in_features,
+        dtype=None,
+    )
     checks.check_device(qweight, "qweight", out=out)
     checks.check_dtype(out, "out", checks.FLOATS)
     checks.check_out(out, [*m.batch, m.out_features, m.in_features], "[..., O, I]", m.context)
 
 
-def _repack(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, format: int, bits: int = 4, in_features: int = -1,
-            in_perm: Tensor | None = None, out_perm: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    m = checks.check_repack(qweight, scales, qzeros, format=format, bits=bits, in_features=in_features, in_perm=in_perm,
-                            out_perm=out_perm)
+def _repack(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    *,
+    format: int,
+    bits: int = 4,
+    in_features: int = -1,
+    in_perm: Tensor | None = None,
+    out_perm: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    m = _checks_formats.check_repack(
+        qweight,
+        scales,
+        qzeros,
+        format=format,
+        bits=bits,
+        in_features=in_features,
+        in_perm=in_perm,
+        out_perm=out_perm,
+    )
     groups = [*m.batch, m.out_features, m.groups]
-    return (qweight.new_empty([*m.batch, m.out_features, checks.row_bytes(m.in_features, bits)], dtype=torch.uint8),
-            scales.new_empty(groups), scales.new_empty([0] if qzeros is None else groups, dtype=torch.uint8))
+    return (
+        qweight.new_empty(
+            [*m.batch, m.out_features, checks.row_bytes(m.in_features, bits)], dtype=torch.uint8
+        ),
+        scales.new_empty(groups),
+        scales.new_empty([0] if qzeros is None else groups, dtype=torch.uint8),
+    )
 
 
-def _repack_out(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, format: int, bits: int = 4, in_features: int = -1,
-                in_perm: Tensor | None = None, out_perm: Tensor | None = None, out_qweight: Tensor, out_scales: Tensor,
-                out_qzeros: Tensor | None = None) -> None:
-    m = checks.check_repack(qweight, scales, qzeros, format=format, bits=bits, in_features=in_features, in_perm=in_perm,
-                            out_perm=out_perm)
-    checks.check_device(qweight, "qweight", out_qweight=out_qweight, out_scales=out_scales, out_qzeros=out_qzeros)
-    checks.check_repack_out(m, scales, qzeros, out_qweight, out_scales, out_qzeros)
+def _repack_out(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    *,
+    format: int,
+    bits: int = 4,
+    in_features: int = -1,
+    in_perm: Tensor | None = None,
+    out_perm: Tensor | None = None,
+    out_qweight: Tensor,
+    out_scales: Tensor,
+    out_qzeros: Tensor | None = None,
+) -> None:
+    m = _checks_formats.check_repack(
+        qweight,
+        scales,
+        qzeros,
+        format=format,
+        bits=bits,
+        in_features=in_features,
+        in_perm=in_perm,
+        out_perm=out_perm,
+    )
+    checks.check_device(
+        qweight, "qweight", out_qweight=out_qweight, out_scales=out_scales, out_qzeros=out_qzeros
+    )
+    _checks_formats.check_repack_out(m, scales, qzeros, out_qweight, out_scales, out_qzeros)
 
 
 def _prepack(qweight: Tensor, *, layout: int, bits: int = 4) -> Tensor:
-    checks.check_prepack(qweight, layout, bits)
+    _checks_formats.check_prepack(qweight, layout, bits)
     return qweight.new_empty(qweight.shape)
 
 
-def _moe_align(topk_ids: Tensor, num_experts: int, block_size: int = 1, *, expert_map: Tensor | None = None) -> tuple[Tensor, ...]:
-    checks.check_moe_align(topk_ids, num_experts, block_size, expert_map)
+def _moe_align(
+    topk_ids: Tensor, num_experts: int, block_size: int = 1, *, expert_map: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    _checks_moe.check_moe_align(topk_ids, num_experts, block_size, expert_map)
     slots = topk_ids.shape[0] * topk_ids.shape[1]
     blocks = (slots + num_experts * (block_size - 1) + block_size - 1) // block_size
-    return tuple(topk_ids.new_empty([n], dtype=torch.int32) for n in (blocks * block_size, blocks, num_experts + 1, 1))
+    return tuple(
+        topk_ids.new_empty([n], dtype=torch.int32) for n in (blocks * block_size, blocks, num_experts + 1, 1)
+    )
 
 
-def _grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, scales: Tensor | None = None, qzeros: Tensor | None = None,
-                  perm: Tensor | None = None, bias: Tensor | None = None, group_size: int = 0, bits: int = 4, layout: int = 0) -> Tensor:
-    checks.check_grouped_gemm(x, weight, expert_offsets, scales=scales, qzeros=qzeros, perm=perm, bias=bias, group_size=group_size,
-                              bits=bits, layout=layout)
+def _grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    *,
+    scales: Tensor | None = None,
+    qzeros: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    group_size: int = 0,
+    bits: int = 4,
+    layout: int = 0,
+) -> Tensor:
+    _checks_moe.check_grouped_gemm(
+        x,
+        weight,
+        expert_offsets,
+        scales=scales,
+        qzeros=qzeros,
+        perm=perm,
+        bias=bias,
+        group_size=group_size,
+        bits=bits,
+        layout=layout,
+    )
     return x.new_empty([x.shape[0], weight.shape[1]])
 
 
-def _grouped_gemm_out(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, out: Tensor, **options: Any) -> None:
+def _grouped_gemm_out(
+    x: Tensor, weight: Tensor, expert_offsets: Tensor, *, out: Tensor, **options: Any
+) -> None:
     want = _grouped_gemm(x, weight, expert_offsets, **options)
     checks.check_device(x, "x", out=out)
     checks.check_dtype(out, "out", (x.dtype,))
@@ -92,20 +202,31 @@ def _grouped_gemm_out(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, out:
 
 
 def _moe(*args: Any, **options: Any) -> Tensor:
-    checks.check_fused_moe(*args, **options)
+    _checks_moe.check_fused_moe(*args, **options)
     return args[0].new_empty(args[0].shape)
 
 
 def _moe_out(*args: Any, out: Tensor, **options: Any) -> None:
-    checks.check_fused_moe(*args, **options)
-    checks.check_moe_out(out, args[0])
+    _checks_moe.check_fused_moe(*args, **options)
+    _checks_moe.check_moe_out(out, args[0])
 
 
 FAKES: dict[str, Callable[..., Any]] = {
-    "unpack": _unpack, "unpack_zeros": _unpack_zeros, "dequantize": _dequantize, "dequantize_out": _dequantize_out,
-    "repack": _repack, "repack_out": _repack_out, "prepack": _prepack, "unprepack": _prepack, "moe_align": _moe_align,
-    "grouped_gemm": _grouped_gemm, "grouped_gemm_out": _grouped_gemm_out, "fused_moe": _moe, "fused_moe_out": _moe_out,
-    "fused_moe_packed": _moe, "fused_moe_packed_out": _moe_out,
+    "unpack": _unpack,
+    "unpack_zeros": _unpack_zeros,
+    "dequantize": _dequantize,
+    "dequantize_out": _dequantize_out,
+    "repack": _repack,
+    "repack_out": _repack_out,
+    "prepack": _prepack,
+    "unprepack": _prepack,
+    "moe_align": _moe_align,
+    "grouped_gemm": _grouped_gemm,
+    "grouped_gemm_out": _grouped_gemm_out,
+    "fused_moe": _moe,
+    "fused_moe_out": _moe_out,
+    "fused_moe_packed": _moe,
+    "fused_moe_packed_out": _moe_out,
 }
 
 
@@ -118,12 +239,16 @@ def _check_ids_mode(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> 
         return
     ids = args[0] if op == "moe_align" else args[4]
     expert_map = options.get("expert_map")
-    known = expert_map.numel() if expert_map is not None else args[1] if op == "moe_align" else args[1].shape[0]
+    known = (
+        expert_map.numel() if expert_map is not None else args[1] if op == "moe_align" else args[1].shape[0]
+    )
     bad = ((ids < -1) | (ids >= known)).flatten().nonzero().flatten()
     if bad.numel():
         slot = int(bad[0])
-        raise ValueError(f"topk_ids must be -1 (unrouted) or 0..E-1 = 0..{known - 1}, got {int(ids.flatten()[slot])} at slot {slot} "
-                         "(INT4_EMU_CHECK_IDS=1)")
+        raise ValueError(
+            f"topk_ids must be -1 (unrouted) or 0..E-1 = 0..{known - 1}, got {int(ids.flatten()[slot])} at slot {slot} "
+            "(INT4_EMU_CHECK_IDS=1)"
+        )
 
 
 def _reference_kernel(op: str) -> Callable[..., Any]:
@@ -136,7 +261,9 @@ def _reference_kernel(op: str) -> Callable[..., Any]:
             _check_ids_mode(op, args, kwargs)
         if not op.endswith("_out"):
             return run(*args, **kwargs)
-        outs = [kwargs.pop(name) for name in ("out", "out_qweight", "out_scales", "out_qzeros") if name in kwargs]
+        outs = [
+            kwargs.pop(name) for name in ("out", "out_qweight", "out_scales", "out_qzeros") if name in kwargs
+        ]
         if op == "dequantize_out":
             kwargs["dtype"] = outs[0].dtype
         results = run(*args, **kwargs)
@@ -155,8 +282,10 @@ FLOAT_RESULT = ("dequantize", "repack", "grouped_gemm", "fused_moe", "fused_moe_
 
 
 def _raise_no_backward(grad: Tensor, shape: list[int], op: int) -> Tensor:
-    raise NotImplementedError(f"int4_emu::{FLOAT_RESULT[op]} is inference only and has no backward: call the model under "
-                              "torch.no_grad() or torch.inference_mode(), or detach its output")
+    raise NotImplementedError(
+        f"int4_emu::{FLOAT_RESULT[op]} is inference only and has no backward: call the model under "
+        "torch.no_grad() or torch.inference_mode(), or detach its output"
+    )
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -173,7 +302,11 @@ class _InferenceOnly(torch.autograd.Function):
         grad = next(g for g in grads if g is not None)
         refuse = torch.ops.int4_emu.no_backward
         needed = ctx.needs_input_grad[2:]
-        return None, None, *(refuse(grad, s, ctx.op) if n else None for s, n in zip(ctx.shapes, needed, strict=True))
+        return (
+            None,
+            None,
+            *(refuse(grad, s, ctx.op) if n else None for s, n in zip(ctx.shapes, needed, strict=True)),
+        )
 
 
 def _autograd_kernel(op: str) -> Callable[..., Any]:
@@ -207,8 +340,12 @@ def register() -> None:
             library.define(schema)
     library.define("no_backward(Tensor grad, SymInt[] shape, int op) -> Tensor")
     library.impl("no_backward", _raise_no_backward, "CompositeExplicitAutograd")
-    torch.library.register_fake("int4_emu::no_backward", lambda grad, shape, op: grad.new_empty(shape), lib=library)
+    torch.library.register_fake(
+        "int4_emu::no_backward", lambda grad, shape, op: grad.new_empty(shape), lib=library
+    )
     for op, fake in FAKES.items():
         library.impl(op, _reference_kernel(op), "CompositeExplicitAutograd")
         torch.library.register_fake(f"int4_emu::{op}", fake, lib=library)
-        library.impl(op, _autograd_kernel(op) if op in FLOAT_RESULT else torch.library.fallthrough_kernel, "Autograd")
+        library.impl(
+            op, _autograd_kernel(op) if op in FLOAT_RESULT else torch.library.fallthrough_kernel, "Autograd"
+        )

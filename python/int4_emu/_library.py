@@ -30,7 +30,9 @@ def _find() -> Path:
         return Path(override)
     found = sorted(p for p in _PACKAGE.glob("_C*") if p.suffix in (".so", ".pyd", ".dylib"))
     if not found:
-        raise OSError(f"no compiled library _C*.so in {_PACKAGE} (built with `pip install --no-build-isolation .`?)")
+        raise OSError(
+            f"no compiled library _C*.so in {_PACKAGE} (built with `pip install --no-build-isolation .`?)"
+        )
     return found[0]
 
 

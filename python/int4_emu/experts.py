@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _checks, ops
+from . import _checks, _checks_moe, ops
 from ._enums import Layout, W13Order, parse_enum
 from .activations import check_activation
 from .backends import MoEWeights
@@ -18,7 +18,16 @@ from .quant_config import MoEConfig, QuantConfig
 log = logging.getLogger(__name__)
 
 # Tensors that a dtype cast must leave alone: codes and indices, and scales, which are as in the checkpoint.
-_FIXED_DTYPE = ("w13_qweight", "w2_qweight", "w13_scales", "w2_scales", "w13_qzeros", "w2_qzeros", "w13_perm", "expert_map")
+_FIXED_DTYPE = (
+    "w13_qweight",
+    "w2_qweight",
+    "w13_scales",
+    "w2_scales",
+    "w13_qzeros",
+    "w2_qzeros",
+    "w13_perm",
+    "expert_map",
+)
 _CODES = ("w13_qweight", "w2_qweight")
 
 
@@ -30,13 +39,48 @@ class Experts(nn.Module):
     Casts (`.half()`, `.to(dtype)`) change dense weights and biases only.
     """
 
-    def __init__(self, w13: Tensor, w2: Tensor, *, w13_scales: Tensor | None = None, w2_scales: Tensor | None = None,
-                 w13_qzeros: Tensor | None = None, w2_qzeros: Tensor | None = None, w13_perm: Tensor | None = None,
-                 w13_bias: Tensor | None = None, w2_bias: Tensor | None = None, w13_group_size: int | None = None,
-                 w2_group_size: int | None = None, w13_bits: int = 4, w2_bits: int = 4, intermediate_size: int | None = None,
-                 activation: Any = "silu", limit: float | None = None, alpha: float | None = None, beta: float | None = None,
-                 w13_order: Any = "halves", expert_map: Tensor | None = None, global_num_experts: int = -1, top_k: int | None = None,
-                 dtype: torch.dtype = torch.bfloat16, backend: str | None = None) -> None:
+    # Parameters; None where the layer has none. Dense layers have w13 and w2, packed ones the codes.
+    w13: Tensor
+    w2: Tensor
+    w13_qweight: Tensor
+    w2_qweight: Tensor
+    w13_scales: Tensor | None
+    w2_scales: Tensor | None
+    w13_qzeros: Tensor | None
+    w2_qzeros: Tensor | None
+    w13_perm: Tensor | None
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    expert_map: Tensor | None
+
+    def __init__(
+        self,
+        w13: Tensor,
+        w2: Tensor,
+        *,
+        w13_scales: Tensor | None = None,
+        w2_scales: Tensor | None = None,
+        w13_qzeros: Tensor | None = None,
+        w2_qzeros: Tensor | None = None,
+        w13_perm: Tensor | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        w13_group_size: int | None = None,
+        w2_group_size: int | None = None,
+        w13_bits: int = 4,
+        w2_bits: int = 4,
+        intermediate_size: int | None = None,
+        activation: Any = "silu",
+        limit: float | None = None,
+        alpha: float | None = None,
+        beta: float | None = None,
+        w13_order: Any = "halves",
+        expert_map: Tensor | None = None,
+        global_num_experts: int = -1,
+        top_k: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str | None = None,
+    ) -> None:
         """Takes canonical tensors over; scales given = packed codes, else dense weights.
 
         Args:
@@ -67,10 +111,14 @@ class Experts(nn.Module):
         self.hidden_size = w2.shape[1]
         self.intermediate_size = w13.shape[1] // (2 if self.activation.is_gated else 1)
         if intermediate_size not in (None, self.intermediate_size):
-            raise ValueError(f"intermediate_size must be I = {self.intermediate_size} as w13 {list(w13.shape)} says, got {intermediate_size}")
+            raise ValueError(
+                f"intermediate_size must be I = {self.intermediate_size} as w13 {list(w13.shape)} says, got {intermediate_size}"
+            )
         self.w13_bits, self.w2_bits = w13_bits, w2_bits
         if self.is_packed and (w2_scales is None or w13_group_size is None or w2_group_size is None):
-            raise ValueError("packed experts need w13_scales, w2_scales, w13_group_size and w2_group_size together")
+            raise ValueError(
+                "packed experts need w13_scales, w2_scales, w13_group_size and w2_group_size together"
+            )
         self.w13_group_size = self.hidden_size if w13_group_size == -1 else w13_group_size or 0
         self.w2_group_size = self.intermediate_size if w2_group_size == -1 else w2_group_size or 0
         self.global_num_experts = global_num_experts
@@ -79,12 +127,20 @@ class Experts(nn.Module):
         self.backend = backend
         self.layout = Layout.canonical
         tensors = {
-            ("w13_qweight" if self.is_packed else "w13"): w13, ("w2_qweight" if self.is_packed else "w2"): w2,
-            "w13_scales": w13_scales, "w2_scales": w2_scales, "w13_qzeros": w13_qzeros, "w2_qzeros": w2_qzeros, "w13_perm": w13_perm,
-            "w13_bias": w13_bias, "w2_bias": w2_bias,
+            ("w13_qweight" if self.is_packed else "w13"): w13,
+            ("w2_qweight" if self.is_packed else "w2"): w2,
+            "w13_scales": w13_scales,
+            "w2_scales": w2_scales,
+            "w13_qzeros": w13_qzeros,
+            "w2_qzeros": w2_qzeros,
+            "w13_perm": w13_perm,
+            "w13_bias": w13_bias,
+            "w2_bias": w2_bias,
         }
         for name, tensor in tensors.items():
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False))
+            self.register_parameter(
+                name, None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
+            )
         self.register_buffer("expert_map", expert_map, persistent=False)
         self._check()
         self.selection = self._select()
@@ -97,7 +153,9 @@ class Experts(nn.Module):
         return cls(w13, w2, **options)
 
     @classmethod
-    def from_format(cls, format: Any, gate: Any, up: Any, down: Any, *, group_size: int, **options: Any) -> Experts:
+    def from_format(
+        cls, format: Any, gate: Any, up: Any, down: Any, *, group_size: int, **options: Any
+    ) -> Experts:
         """Stacked checkpoint tensors of any format; see `int4_emu.stacking.canonical_experts` for the arguments."""
         from .stacking import canonical_experts
 
@@ -105,12 +163,16 @@ class Experts(nn.Module):
         return cls(**weights, **rest)
 
     @classmethod
-    def from_compressed_tensors(cls, gate: Any, up: Any, down: Any, *, group_size: int, **options: Any) -> Experts:
+    def from_compressed_tensors(
+        cls, gate: Any, up: Any, down: Any, *, group_size: int, **options: Any
+    ) -> Experts:
         """compressed-tensors pack-quantized: weight_packed, weight_scale, weight_zero_point, weight_g_idx."""
         return cls.from_format("compressed_tensors", gate, up, down, group_size=group_size, **options)
 
     @classmethod
-    def from_gptq(cls, gate: Any, up: Any, down: Any, *, group_size: int, version: int = 1, **options: Any) -> Experts:
+    def from_gptq(
+        cls, gate: Any, up: Any, down: Any, *, group_size: int, version: int = 1, **options: Any
+    ) -> Experts:
         """GPTQ: qweight, qzeros, scales, g_idx. version 1 stores zero - 1 (`gptq`), 2 the zero itself (`gptq_v2`)."""
         if version not in (1, 2):
             raise ValueError(f"version must be 1 or 2, got {version}")
@@ -122,8 +184,16 @@ class Experts(nn.Module):
         return cls.from_format("awq", gate, up, down, group_size=group_size, **options)
 
     @classmethod
-    def from_auto_round(cls, gate: Any, up: Any, down: Any, *, group_size: int, packing_format: str = "auto_round:auto_gptq",
-                        **options: Any) -> Experts:
+    def from_auto_round(
+        cls,
+        gate: Any,
+        up: Any,
+        down: Any,
+        *,
+        group_size: int,
+        packing_format: str = "auto_round:auto_gptq",
+        **options: Any,
+    ) -> Experts:
         """AutoRound: `auto_round:auto_gptq` is GPTQ v1 without g_idx, `auto_round:auto_awq` is AWQ gemm."""
         formats = {"auto_round:auto_gptq": "gptq_v1", "auto_round:auto_awq": "awq"}
         if packing_format not in formats:
@@ -131,15 +201,34 @@ class Experts(nn.Module):
         return cls.from_format(formats[packing_format], gate, up, down, group_size=group_size, **options)
 
     @classmethod
-    def from_quark(cls, gate: Any, up: Any, down: Any, *, group_size: int, dtype_name: str = "int4", pack_method: str = "reorder",
-                   **options: Any) -> Experts:
+    def from_quark(
+        cls,
+        gate: Any,
+        up: Any,
+        down: Any,
+        *,
+        group_size: int,
+        dtype_name: str = "int4",
+        pack_method: str = "reorder",
+        **options: Any,
+    ) -> Experts:
         """AMD Quark: weight, weight_scale, weight_zero_point; dtype_name int4, uint4, int8 or uint8, group_size -1 = per_channel."""
         kinds = {"int4": ("int", 4), "uint4": ("uint", 4), "int8": ("int", 8), "uint8": ("uint", 8)}
         if dtype_name not in kinds or pack_method not in ("order", "reorder"):
-            raise ValueError(f"dtype_name must be one of {', '.join(kinds)} and pack_method order or reorder, got {dtype_name!r}, {pack_method!r}")
+            raise ValueError(
+                f"dtype_name must be one of {', '.join(kinds)} and pack_method order or reorder, got {dtype_name!r}, {pack_method!r}"
+            )
         sign, bits = kinds[dtype_name]
         channel = "_channel" if group_size == -1 else ""
-        return cls.from_format(f"quark_{sign}{channel}_{pack_method}", gate, up, down, group_size=group_size, bits=bits, **options)
+        return cls.from_format(
+            f"quark_{sign}{channel}_{pack_method}",
+            gate,
+            up,
+            down,
+            group_size=group_size,
+            bits=bits,
+            **options,
+        )
 
     # --- choice of the backend ---------------------------------------------------------------------------------------------------
 
@@ -157,19 +246,48 @@ class Experts(nn.Module):
         """The layer as backend selection sees it."""
         quant = None
         if self.is_packed:
-            quant = QuantConfig(self.w13_bits, self.w2_bits, self.w13_group_size, self.w2_group_size, self.w13_qzeros is None,
-                                self.w13_perm is not None, self.limit, self.alpha, self.beta)
-        return MoEConfig(self.hidden_size, self.intermediate_size, self.num_experts, self.top_k or 1, self.dtype, self.device, quant,
-                         self.activation, self.w13_bias is not None or self.w2_bias is not None, self.expert_map is not None,
-                         limit=self.limit, alpha=self.alpha, beta=self.beta)
+            quant = QuantConfig(
+                self.w13_bits,
+                self.w2_bits,
+                self.w13_group_size,
+                self.w2_group_size,
+                self.w13_qzeros is None,
+                self.w13_perm is not None,
+                self.limit,
+                self.alpha,
+                self.beta,
+            )
+        return MoEConfig(
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_experts,
+            self.top_k or 1,
+            self.dtype,
+            self.device,
+            quant,
+            self.activation,
+            self.w13_bias is not None or self.w2_bias is not None,
+            self.expert_map is not None,
+            limit=self.limit,
+            alpha=self.alpha,
+            beta=self.beta,
+        )
 
     def _select(self) -> Selection:
         """Asks for a backend and puts the codes into its order."""
         config = self.config
-        selection = select_backend(config, weights="packed" if self.is_packed else "dequantized", backend=self.backend)
+        selection = select_backend(
+            config, weights="packed" if self.is_packed else "dequantized", backend=self.backend
+        )
         if self.is_packed and self.device.type != "meta":
             self._set_layout(selection.implementation.layout(config))
-        log.debug("Experts E=%d H=%d I=%d: %s", self.num_experts, self.hidden_size, self.intermediate_size, selection)
+        log.debug(
+            "Experts E=%d H=%d I=%d: %s",
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            selection,
+        )
         return selection
 
     def _set_layout(self, layout: Layout) -> None:
@@ -187,31 +305,73 @@ class Experts(nn.Module):
         """The same rules as the op's, applied once at construction with an empty batch."""
         x = self._w13.new_empty((0, self.hidden_size), dtype=self.dtype if self.is_packed else self.w13.dtype)
         if not self.is_packed and x.dtype not in _checks.FLOATS:
-            raise TypeError(f"w13 must be bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')} (packed codes need w13_scales)")
+            raise TypeError(
+                f"w13 must be bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')} (packed codes need w13_scales)"
+            )
         k = 1
         weights = self._weights()
-        args: tuple[Any, ...] = (x, weights.w13, weights.w2, x.new_empty((0, k), dtype=torch.float32), x.new_empty((0, k), dtype=torch.int32))
+        args: tuple[Any, ...] = (
+            x,
+            weights.w13,
+            weights.w2,
+            x.new_empty((0, k), dtype=torch.float32),
+            x.new_empty((0, k), dtype=torch.int32),
+        )
         options = self._options(self.expert_map, self.global_num_experts, False)
         options |= {"w13_bias": self.w13_bias, "w2_bias": self.w2_bias}
         if self.is_packed:
             args += (self.w13_scales, self.w2_scales, self.w13_group_size, self.w2_group_size)
-            options |= {n: getattr(self, n) for n in ("w13_qzeros", "w2_qzeros", "w13_perm", "w13_bits", "w2_bits")}
-        _checks.check_fused_moe(*args, **options)
+            options |= {
+                n: getattr(self, n) for n in ("w13_qzeros", "w2_qzeros", "w13_perm", "w13_bits", "w2_bits")
+            }
+        _checks_moe.check_fused_moe(*args, **options)
 
     # --- forward -----------------------------------------------------------------------------------------------------------------
 
     def _weights(self) -> MoEWeights:
         if not self.is_packed:
             return MoEWeights(self.w13, self.w2, w13_bias=self.w13_bias, w2_bias=self.w2_bias)
-        return MoEWeights(self.w13_qweight, self.w2_qweight, self.w13_scales, self.w2_scales, self.w13_qzeros, self.w2_qzeros, self.w13_perm,
-                          self.w13_bias, self.w2_bias, self.w13_group_size, self.w2_group_size, self.w13_bits, self.w2_bits, self.layout)
+        return MoEWeights(
+            self.w13_qweight,
+            self.w2_qweight,
+            self.w13_scales,
+            self.w2_scales,
+            self.w13_qzeros,
+            self.w2_qzeros,
+            self.w13_perm,
+            self.w13_bias,
+            self.w2_bias,
+            self.w13_group_size,
+            self.w2_group_size,
+            self.w13_bits,
+            self.w2_bits,
+            self.layout,
+        )
 
-    def _options(self, expert_map: Tensor | None, global_num_experts: int, weight_on_input: bool) -> dict[str, Any]:
-        return {"expert_map": expert_map, "global_num_experts": global_num_experts, "activation": int(self.activation), "limit": self.limit,
-                "alpha": self.alpha, "beta": self.beta, "w13_order": int(self.w13_order), "apply_router_weight_on_input": weight_on_input}
+    def _options(
+        self, expert_map: Tensor | None, global_num_experts: int, weight_on_input: bool
+    ) -> dict[str, Any]:
+        return {
+            "expert_map": expert_map,
+            "global_num_experts": global_num_experts,
+            "activation": int(self.activation),
+            "limit": self.limit,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "w13_order": int(self.w13_order),
+            "apply_router_weight_on_input": weight_on_input,
+        }
 
-    def forward(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, *, expert_map: Tensor | None = None,
-                global_num_experts: int = -1, apply_router_weight_on_input: bool = False) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        expert_map: Tensor | None = None,
+        global_num_experts: int = -1,
+        apply_router_weight_on_input: bool = False,
+    ) -> Tensor:
         """Runs the routed experts; no parameter or buffer is written.
 
         Args:
@@ -263,7 +423,9 @@ class Experts(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout != Layout.canonical:
             for name, bits in zip(_CODES, (self.w13_bits, self.w2_bits), strict=True):
-                destination[prefix + name] = ops.unprepack(getattr(self, name).data, layout=self.layout, bits=bits)
+                destination[prefix + name] = ops.unprepack(
+                    getattr(self, name).data, layout=self.layout, bits=bits
+                )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         layout, state = self.layout, dict(state_dict)
@@ -290,6 +452,12 @@ class Experts(nn.Module):
         self.selection = self._select()
 
     def extra_repr(self) -> str:
-        kind = str(self.config.quant) if self.is_packed else f"dense {str(self.w13.dtype).removeprefix('torch.')}"
-        return (f"E={self.num_experts}, H={self.hidden_size}, I={self.intermediate_size}, {kind}, activation={self.activation.name}, "
-                f"backend={self.selection.backend}")
+        kind = (
+            str(self.config.quant)
+            if self.is_packed
+            else f"dense {str(self.w13.dtype).removeprefix('torch.')}"
+        )
+        return (
+            f"E={self.num_experts}, H={self.hidden_size}, I={self.intermediate_size}, {kind}, activation={self.activation.name}, "
+            f"backend={self.selection.backend}"
+        )

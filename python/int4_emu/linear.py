@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _checks, ops
+from . import _checks, _checks_moe, ops
 
 _FIXED_DTYPE = ("qweight", "scales", "qzeros", "perm")
 
@@ -15,8 +15,24 @@ _FIXED_DTYPE = ("qweight", "scales", "qzeros", "perm")
 class Int4Linear(nn.Module):
     """x @ dequantize(qweight).T + bias; the weight is dequantised tile by tile in every call (`ops.grouped_gemm` with one expert)."""
 
-    def __init__(self, qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, perm: Tensor | None = None, bias: Tensor | None = None,
-                 bits: int = 4, group_size: int, in_features: int | None = None) -> None:
+    qweight: Tensor
+    scales: Tensor
+    qzeros: Tensor | None
+    perm: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        qweight: Tensor,
+        scales: Tensor,
+        qzeros: Tensor | None = None,
+        *,
+        perm: Tensor | None = None,
+        bias: Tensor | None = None,
+        bits: int = 4,
+        group_size: int,
+        in_features: int | None = None,
+    ) -> None:
         """Takes canonical tensors over.
 
         Args:
@@ -41,10 +57,12 @@ class Int4Linear(nn.Module):
         self.group_size = self.in_features if group_size == -1 else group_size
         given = {"qweight": qweight, "scales": scales, "qzeros": qzeros, "perm": perm, "bias": bias}
         for name, tensor in given.items():
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False))
+            self.register_parameter(
+                name, None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
+            )
         x = scales.new_empty((0, self.in_features), dtype=torch.float32)
         weight, offsets, options = self._arguments(0)
-        _checks.check_grouped_gemm(x, weight, offsets, **options)
+        _checks_moe.check_grouped_gemm(x, weight, offsets, **options)
 
     def _arguments(self, rows: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         def stack(t: Tensor | None) -> Tensor | None:
@@ -52,8 +70,15 @@ class Int4Linear(nn.Module):
 
         offsets = self.qweight.new_zeros(2, dtype=torch.int64)
         offsets[1:] += rows
-        options = {"scales": stack(self.scales), "qzeros": stack(self.qzeros), "perm": stack(self.perm), "bias": stack(self.bias),
-                   "group_size": self.group_size, "bits": self.bits, "layout": 0}
+        options = {
+            "scales": stack(self.scales),
+            "qzeros": stack(self.qzeros),
+            "perm": stack(self.perm),
+            "bias": stack(self.bias),
+            "group_size": self.group_size,
+            "bits": self.bits,
+            "layout": 0,
+        }
         return self.qweight.unsqueeze(0), offsets, options
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,8 +89,15 @@ class Int4Linear(nn.Module):
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The dense weight [O, I], columns in input order."""
-        dense = ops.dequantize(self.qweight, self.scales, self.qzeros, group_size=self.group_size, bits=self.bits, in_features=self.in_features,
-                               dtype=dtype)
+        dense = ops.dequantize(
+            self.qweight,
+            self.scales,
+            self.qzeros,
+            group_size=self.group_size,
+            bits=self.bits,
+            in_features=self.in_features,
+            dtype=dtype,
+        )
         if self.perm is None:
             return dense
         out = torch.empty_like(dense)
@@ -86,5 +118,7 @@ class Int4Linear(nn.Module):
     def extra_repr(self) -> str:
         group = "per-channel" if self.group_size == self.in_features else f"g{self.group_size}"
         kind = "symmetric" if self.qzeros is None else "asymmetric"
-        return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int{self.bits} {group} {kind}"
-                f"{' act-order' if self.perm is not None else ''}")
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, int{self.bits} {group} {kind}"
+            f"{' act-order' if self.perm is not None else ''}"
+        )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _fake
+from . import _checks_formats, _fake
 from ._enums import Activation, Format, Layout, W13Order, parse_enum
 
 _fake.register()
@@ -36,7 +36,9 @@ def _group(group_size: int, in_features: int) -> int:
     return in_features if group_size == -1 else group_size
 
 
-def _call(op: Callable[..., Any], check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _call(
+    op: Callable[..., Any], check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     """Runs the op; a failure is checked again in Python, whose rules tell a wrong dtype or device (TypeError) from a wrong value."""
     if torch.compiler.is_compiling():
         return op(*args, **options)
@@ -48,7 +50,9 @@ def _call(op: Callable[..., Any], check: Callable[..., Any], args: tuple[Any, ..
         raise
 
 
-def unpack(qweight: Tensor, *, format: EnumLike = Format.canonical, bits: int = 4, in_features: int = -1) -> Tensor:
+def unpack(
+    qweight: Tensor, *, format: EnumLike = Format.canonical, bits: int = 4, in_features: int = -1
+) -> Tensor:
     """Integer codes of a packed weight, in unsigned form (two's complement formats become +8 or +128).
 
     Args:
@@ -64,7 +68,9 @@ def unpack(qweight: Tensor, *, format: EnumLike = Format.canonical, bits: int = 
     return _call(_ops.unpack, _fake._unpack, (qweight,), options)
 
 
-def unpack_zeros(qzeros: Tensor, *, format: EnumLike = Format.canonical, bits: int = 4, out_features: int = -1) -> Tensor:
+def unpack_zeros(
+    qzeros: Tensor, *, format: EnumLike = Format.canonical, bits: int = 4, out_features: int = -1
+) -> Tensor:
     """True zero points of a checkpoint's packed zeros: GPTQ v1's minus one undone, two's complement made unsigned.
 
     Returns:
@@ -75,12 +81,24 @@ def unpack_zeros(qzeros: Tensor, *, format: EnumLike = Format.canonical, bits: i
 
 
 def _in_features(qweight: Tensor, fmt: int, bits: int, in_features: int) -> int:
-    return in_features if in_features != -1 else _checks.check_codes(qweight, fmt, bits, -1).in_features
+    return (
+        in_features if in_features != -1 else _checks_formats.check_codes(qweight, fmt, bits, -1).in_features
+    )
 
 
-def dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, g_idx: Tensor | None = None, *, group_size: int,
-               format: EnumLike = Format.canonical, bits: int = 4, in_features: int = -1, dtype: torch.dtype | None = None,
-               out: Tensor | None = None) -> Tensor:
+def dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    *,
+    group_size: int,
+    format: EnumLike = Format.canonical,
+    bits: int = 4,
+    in_features: int = -1,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Dense weights (q - z) * s: the product in fp32, rounded once to the output dtype.
 
     Args:
@@ -98,7 +116,12 @@ def dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, g_
     """
     fmt = _number(Format, format, "format")
     group_size = _group(group_size, _in_features(qweight, fmt, bits, in_features) if group_size == -1 else 0)
-    options: dict[str, Any] = {"group_size": group_size, "format": fmt, "bits": bits, "in_features": in_features}
+    options: dict[str, Any] = {
+        "group_size": group_size,
+        "format": fmt,
+        "bits": bits,
+        "in_features": in_features,
+    }
     args = (qweight, scales, qzeros, g_idx)
     if out is None:
         return _call(_ops.dequantize, _fake._dequantize, args, options | {"dtype": dtype})
@@ -114,8 +137,17 @@ def _written(out: Tensor) -> Tensor:
     return out
 
 
-def repack(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, format: EnumLike, bits: int = 4, in_features: int = -1,
-           in_perm: Tensor | None = None, out_perm: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def repack(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    *,
+    format: EnumLike,
+    bits: int = 4,
+    in_features: int = -1,
+    in_perm: Tensor | None = None,
+    out_perm: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Checkpoint tensors of any format as canonical ones.
 
     Args:
@@ -125,18 +157,42 @@ def repack(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, for
     Returns:
         (qweight uint8 [..., O, ceil(I * bits / 8)], scales [..., O, C], qzeros uint8 [..., O, C] or None).
     """
-    options = {"format": _number(Format, format, "format"), "bits": bits, "in_features": in_features, "in_perm": in_perm,
-               "out_perm": out_perm}
+    options = {
+        "format": _number(Format, format, "format"),
+        "bits": bits,
+        "in_features": in_features,
+        "in_perm": in_perm,
+        "out_perm": out_perm,
+    }
     codes, s, z = _call(_ops.repack, _fake._repack, (qweight, scales, qzeros), options)
     return codes, s, None if qzeros is None else z
 
 
-def repack_out(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, format: EnumLike, bits: int = 4, in_features: int = -1,
-               in_perm: Tensor | None = None, out_perm: Tensor | None = None, out_qweight: Tensor, out_scales: Tensor,
-               out_qzeros: Tensor | None = None) -> None:
+def repack_out(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    *,
+    format: EnumLike,
+    bits: int = 4,
+    in_features: int = -1,
+    in_perm: Tensor | None = None,
+    out_perm: Tensor | None = None,
+    out_qweight: Tensor,
+    out_scales: Tensor,
+    out_qzeros: Tensor | None = None,
+) -> None:
     """`repack` straight into place: the outs are contiguous, for example row slices of one expert of an [E, N, ...] stack."""
-    options = {"format": _number(Format, format, "format"), "bits": bits, "in_features": in_features, "in_perm": in_perm,
-               "out_perm": out_perm, "out_qweight": out_qweight, "out_scales": out_scales, "out_qzeros": out_qzeros}
+    options = {
+        "format": _number(Format, format, "format"),
+        "bits": bits,
+        "in_features": in_features,
+        "in_perm": in_perm,
+        "out_perm": out_perm,
+        "out_qweight": out_qweight,
+        "out_scales": out_scales,
+        "out_qzeros": out_qzeros,
+    }
     _call(_ops.repack_out, _fake._repack_out, (qweight, scales, qzeros), options)
     for out in (out_qweight, out_scales, out_qzeros):
         if out is not None:
@@ -145,16 +201,24 @@ def repack_out(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *,
 
 def prepack(qweight: Tensor, *, layout: EnumLike, bits: int = 4) -> Tensor:
     """Canonical codes [..., N, K * bits / 8] uint8 in the order of `layout`: the same bytes and shape, a bijection."""
-    return _call(_ops.prepack, _fake._prepack, (qweight,), {"layout": _number(Layout, layout, "layout"), "bits": bits})
+    return _call(
+        _ops.prepack, _fake._prepack, (qweight,), {"layout": _number(Layout, layout, "layout"), "bits": bits}
+    )
 
 
 def unprepack(qweight: Tensor, *, layout: EnumLike, bits: int = 4) -> Tensor:
     """The inverse of `prepack`, bit for bit."""
-    return _call(_ops.unprepack, _fake._prepack, (qweight,), {"layout": _number(Layout, layout, "layout"), "bits": bits})
+    return _call(
+        _ops.unprepack,
+        _fake._prepack,
+        (qweight,),
+        {"layout": _number(Layout, layout, "layout"), "bits": bits},
+    )
 
 
-def moe_align(topk_ids: Tensor, num_experts: int, block_size: int = 1, *,
-              expert_map: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def moe_align(
+    topk_ids: Tensor, num_experts: int, block_size: int = 1, *, expert_map: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sorts routed slots (token * k + j) by local expert, stable, each expert's run padded to `block_size`.
 
     Args:
@@ -167,12 +231,25 @@ def moe_align(topk_ids: Tensor, num_experts: int, block_size: int = 1, *,
         expert_offsets int32 [E + 1] in padded rows; num_slots int32 [1] = expert_offsets[E].
         cap = M * k + E * (block_size - 1) rounded up to block_size: no size depends on the ids.
     """
-    return _call(_ops.moe_align, _fake._moe_align, (topk_ids, num_experts, block_size), {"expert_map": expert_map})
+    return _call(
+        _ops.moe_align, _fake._moe_align, (topk_ids, num_experts, block_size), {"expert_map": expert_map}
+    )
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, scales: Tensor | None = None, qzeros: Tensor | None = None,
-                 perm: Tensor | None = None, bias: Tensor | None = None, group_size: int = -1, bits: int = 4,
-                 layout: EnumLike = Layout.canonical, out: Tensor | None = None) -> Tensor:
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    *,
+    scales: Tensor | None = None,
+    qzeros: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    group_size: int = -1,
+    bits: int = 4,
+    layout: EnumLike = Layout.canonical,
+    out: Tensor | None = None,
+) -> Tensor:
     """Ragged groups of rows: x[expert_offsets[e] : expert_offsets[e + 1]] @ weight[e].T + bias[e], accumulated in fp32.
 
     Args:
@@ -187,7 +264,12 @@ def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, scales: T
         [R, N] in x's dtype, or `out`. A dense int4 Linear is the case E = 1.
     """
     options: dict[str, Any] = {
-        "scales": scales, "qzeros": qzeros, "perm": perm, "bias": bias, "bits": bits, "layout": _number(Layout, layout, "layout"),
+        "scales": scales,
+        "qzeros": qzeros,
+        "perm": perm,
+        "bias": bias,
+        "bits": bits,
+        "layout": _number(Layout, layout, "layout"),
         "group_size": 0 if scales is None else _group(group_size, x.shape[-1]),
     }
     args = (x, weight, expert_offsets)
@@ -197,10 +279,25 @@ def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, scales: T
     return _written(out)
 
 
-def fused_moe(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, *, w13_bias: Tensor | None = None,
-              w2_bias: Tensor | None = None, expert_map: Tensor | None = None, global_num_experts: int = -1,
-              activation: EnumLike = Activation.silu, limit: float | None = None, alpha: float | None = None, beta: float | None = None,
-              w13_order: EnumLike = W13Order.halves, apply_router_weight_on_input: bool = False, out: Tensor | None = None) -> Tensor:
+def fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    global_num_experts: int = -1,
+    activation: EnumLike = Activation.silu,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    w13_order: EnumLike = W13Order.halves,
+    apply_router_weight_on_input: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """One MoE layer with dense weights: sum over the k slots of topk_weight * (w2 @ act(w13 @ x + w13_bias) + w2_bias).
 
     Accumulation and activation in fp32; the inner activation is rounded once to x's dtype, the result once at the end; slots are summed
@@ -225,9 +322,16 @@ def fused_moe(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tens
     """
     args = (hidden_states, w13, w2, topk_weights, topk_ids)
     options: dict[str, Any] = {
-        "w13_bias": w13_bias, "w2_bias": w2_bias, "expert_map": expert_map, "global_num_experts": global_num_experts,
-        "activation": _number(Activation, activation, "activation"), "limit": limit, "alpha": alpha, "beta": beta,
-        "w13_order": _number(W13Order, w13_order, "w13_order"), "apply_router_weight_on_input": apply_router_weight_on_input,
+        "w13_bias": w13_bias,
+        "w2_bias": w2_bias,
+        "expert_map": expert_map,
+        "global_num_experts": global_num_experts,
+        "activation": _number(Activation, activation, "activation"),
+        "limit": limit,
+        "alpha": alpha,
+        "beta": beta,
+        "w13_order": _number(W13Order, w13_order, "w13_order"),
+        "apply_router_weight_on_input": apply_router_weight_on_input,
     }
     if out is None:
         return _call(_ops.fused_moe, _fake._moe, args, options)
@@ -235,14 +339,36 @@ def fused_moe(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tens
     return _written(out)
 
 
-def fused_moe_packed(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, w13_scales: Tensor,
-                     w2_scales: Tensor, w13_group_size: int, w2_group_size: int, *, w13_qzeros: Tensor | None = None,
-                     w2_qzeros: Tensor | None = None, w13_perm: Tensor | None = None, w13_bias: Tensor | None = None,
-                     w2_bias: Tensor | None = None, expert_map: Tensor | None = None, global_num_experts: int = -1,
-                     intermediate_size: int = -1, w13_bits: int = 4, w2_bits: int = 4, layout: EnumLike = Layout.canonical,
-                     activation: EnumLike = Activation.silu, limit: float | None = None, alpha: float | None = None,
-                     beta: float | None = None, w13_order: EnumLike = W13Order.halves, apply_router_weight_on_input: bool = False,
-                     out: Tensor | None = None) -> Tensor:
+def fused_moe_packed(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_scales: Tensor,
+    w2_scales: Tensor,
+    w13_group_size: int,
+    w2_group_size: int,
+    *,
+    w13_qzeros: Tensor | None = None,
+    w2_qzeros: Tensor | None = None,
+    w13_perm: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    global_num_experts: int = -1,
+    intermediate_size: int = -1,
+    w13_bits: int = 4,
+    w2_bits: int = 4,
+    layout: EnumLike = Layout.canonical,
+    activation: EnumLike = Activation.silu,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    w13_order: EnumLike = W13Order.halves,
+    apply_router_weight_on_input: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """`fused_moe` with weights that stay packed: each tile is dequantised on its way into the GEMM.
 
     Args (beyond those of `fused_moe`):
@@ -253,18 +379,30 @@ def fused_moe_packed(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weight
         w13_perm: int32 [E, H], act-order: column j of w13's codes meets x[:, w13_perm[e, j]].
         intermediate_size: -1 or I, checked against w13.
     """
-    args = (hidden_states, w13, w2, topk_weights, topk_ids, w13_scales, w2_scales)
     kind = _number(Activation, activation, "activation")
     if w13_group_size == -1:
         w13_group_size = hidden_states.shape[-1]
     if w2_group_size == -1:
         w2_group_size = w13.shape[1] // (2 if kind < Activation.silu_no_mul else 1)
-    args = (*args, w13_group_size, w2_group_size)
+    routed = (hidden_states, w13, w2, topk_weights, topk_ids)
+    args = (*routed, w13_scales, w2_scales, w13_group_size, w2_group_size)
     options: dict[str, Any] = {
-        "w13_qzeros": w13_qzeros, "w2_qzeros": w2_qzeros, "w13_perm": w13_perm, "w13_bias": w13_bias, "w2_bias": w2_bias,
-        "expert_map": expert_map, "global_num_experts": global_num_experts, "intermediate_size": intermediate_size,
-        "w13_bits": w13_bits, "w2_bits": w2_bits, "layout": _number(Layout, layout, "layout"), "activation": kind, "limit": limit,
-        "alpha": alpha, "beta": beta, "w13_order": _number(W13Order, w13_order, "w13_order"),
+        "w13_qzeros": w13_qzeros,
+        "w2_qzeros": w2_qzeros,
+        "w13_perm": w13_perm,
+        "w13_bias": w13_bias,
+        "w2_bias": w2_bias,
+        "expert_map": expert_map,
+        "global_num_experts": global_num_experts,
+        "intermediate_size": intermediate_size,
+        "w13_bits": w13_bits,
+        "w2_bits": w2_bits,
+        "layout": _number(Layout, layout, "layout"),
+        "activation": kind,
+        "limit": limit,
+        "alpha": alpha,
+        "beta": beta,
+        "w13_order": _number(W13Order, w13_order, "w13_order"),
         "apply_router_weight_on_input": apply_router_weight_on_input,
     }
     if out is None:

@@ -37,7 +37,9 @@ class Selection:
         return text
 
 
-def select_backend(config: MoEConfig, *, weights: WeightsMode | None = None, backend: str | None = None) -> Selection:
+def select_backend(
+    config: MoEConfig, *, weights: WeightsMode | None = None, backend: str | None = None
+) -> Selection:
     """The first backend that can serve the layer.
 
     Args:
@@ -65,8 +67,10 @@ def select_backend(config: MoEConfig, *, weights: WeightsMode | None = None, bac
         if not reasons:
             return Selection(name, weights, rejections, known[name].describe(config, weights), known[name])
         rejections.append((name, "; ".join(reasons)))
-    layer = (f"H={config.hidden_size}, I={config.intermediate_size}, E={config.num_experts}, {config.quant or 'dense'}, "
-             f"{str(config.dtype).removeprefix('torch.')} on {config.device}")
+    layer = (
+        f"H={config.hidden_size}, I={config.intermediate_size}, E={config.num_experts}, {config.quant or 'dense'}, "
+        f"{str(config.dtype).removeprefix('torch.')} on {config.device}"
+    )
     told = "; ".join(f"{name} not used since {reason}" for name, reason in rejections)
     who = f"backend {asked} cannot serve" if asked else "no backend can serve"
     raise BackendError(f"{who} this layer with {weights} weights ({layer}): {told}")

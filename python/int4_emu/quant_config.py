@@ -44,18 +44,36 @@ class QuantConfig:
                 raise ValueError(f"{name} must be -1 (per-channel) or >= 1, got {size}")
 
     @classmethod
-    def int4_w4a16(cls, group_size: int = 128, symmetric: bool = True, *, act_order: bool = False,
-                   gemm1_clamp_limit: float | None = None, gemm1_alpha: float | None = None,
-                   gemm1_beta: float | None = None) -> QuantConfig:
+    def int4_w4a16(
+        cls,
+        group_size: int = 128,
+        symmetric: bool = True,
+        *,
+        act_order: bool = False,
+        gemm1_clamp_limit: float | None = None,
+        gemm1_alpha: float | None = None,
+        gemm1_beta: float | None = None,
+    ) -> QuantConfig:
         """int4 weights, 16-bit (or fp32) activations, the same group size in both projections."""
-        return cls(4, 4, group_size, group_size, symmetric, act_order, gemm1_clamp_limit, gemm1_alpha, gemm1_beta)
+        return cls(
+            4, 4, group_size, group_size, symmetric, act_order, gemm1_clamp_limit, gemm1_alpha, gemm1_beta
+        )
 
     @classmethod
-    def int8_w8a16(cls, group_size: int = -1, symmetric: bool = True, *, act_order: bool = False,
-                   gemm1_clamp_limit: float | None = None, gemm1_alpha: float | None = None,
-                   gemm1_beta: float | None = None) -> QuantConfig:
+    def int8_w8a16(
+        cls,
+        group_size: int = -1,
+        symmetric: bool = True,
+        *,
+        act_order: bool = False,
+        gemm1_clamp_limit: float | None = None,
+        gemm1_alpha: float | None = None,
+        gemm1_beta: float | None = None,
+    ) -> QuantConfig:
         """int8 weights, 16-bit (or fp32) activations, the same group size in both projections."""
-        return cls(8, 8, group_size, group_size, symmetric, act_order, gemm1_clamp_limit, gemm1_alpha, gemm1_beta)
+        return cls(
+            8, 8, group_size, group_size, symmetric, act_order, gemm1_clamp_limit, gemm1_alpha, gemm1_beta
+        )
 
     def __str__(self) -> str:
         def one(bits: int, group: int) -> str:
@@ -107,17 +125,30 @@ class MoEConfig:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.dtype not in COMPUTE_DTYPES:
-            raise TypeError(f"dtype must be bfloat16, float16 or float32, got {str(self.dtype).removeprefix('torch.')}")
+            raise TypeError(
+                f"dtype must be bfloat16, float16 or float32, got {str(self.dtype).removeprefix('torch.')}"
+            )
         q = self.quant
         if q is not None:
-            for name, mine, theirs in (("limit", self.limit, q.gemm1_clamp_limit), ("alpha", self.alpha, q.gemm1_alpha),
-                                       ("beta", self.beta, q.gemm1_beta)):
+            for name, mine, theirs in (
+                ("limit", self.limit, q.gemm1_clamp_limit),
+                ("alpha", self.alpha, q.gemm1_alpha),
+                ("beta", self.beta, q.gemm1_beta),
+            ):
                 if mine is not None and mine != theirs:
-                    raise ValueError(f"{name} = {mine} contradicts the QuantConfig's {theirs}: give it in one place")
+                    raise ValueError(
+                        f"{name} = {mine} contradicts the QuantConfig's {theirs}: give it in one place"
+                    )
                 object.__setattr__(self, name, theirs)
-            for name, group, columns in (("w13_group_size", q.w13_group_size, self.hidden_size),
-                                         ("w2_group_size", q.w2_group_size, self.intermediate_size)):
+            for name, group, columns in (
+                ("w13_group_size", q.w13_group_size, self.hidden_size),
+                ("w2_group_size", q.w2_group_size, self.intermediate_size),
+            ):
                 if group > columns:
-                    raise ValueError(f"{name} must be -1 or 1..{columns}, got {group} (H={self.hidden_size}, I={self.intermediate_size})")
-        object.__setattr__(self, "activation", check_activation(self.activation, self.limit, self.alpha, self.beta))
+                    raise ValueError(
+                        f"{name} must be -1 or 1..{columns}, got {group} (H={self.hidden_size}, I={self.intermediate_size})"
+                    )
+        object.__setattr__(
+            self, "activation", check_activation(self.activation, self.limit, self.alpha, self.beta)
+        )
         object.__setattr__(self, "device", torch.device(self.device))

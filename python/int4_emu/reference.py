@@ -6,6 +6,8 @@ arguments. Nothing here is fast, and the loops over experts synchronise with the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,15 +20,34 @@ AWQ_SLOT_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 N16_COLUMN_OF_SLOT = (0, 2, 4, 6, 1, 3, 5, 7)
 
 _QUARK = range(Format.quark_int_order, Format.quark_uint_channel_reorder + 1)
-_INTERLEAVED = (Format.awq, Format.quark_int_reorder, Format.quark_uint_reorder,
-                Format.quark_int_channel_reorder, Format.quark_uint_channel_reorder)
-_SIGNED = (Format.quark_int_order, Format.quark_int_reorder, Format.quark_int_channel_order, Format.quark_int_channel_reorder)
-_CHANNEL = (Format.quark_int_channel_order, Format.quark_int_channel_reorder,
-            Format.quark_uint_channel_order, Format.quark_uint_channel_reorder)
+_INTERLEAVED = (
+    Format.awq,
+    Format.quark_int_reorder,
+    Format.quark_uint_reorder,
+    Format.quark_int_channel_reorder,
+    Format.quark_uint_channel_reorder,
+)
+_SIGNED = (
+    Format.quark_int_order,
+    Format.quark_int_reorder,
+    Format.quark_int_channel_order,
+    Format.quark_int_channel_reorder,
+)
+_CHANNEL = (
+    Format.quark_int_channel_order,
+    Format.quark_int_channel_reorder,
+    Format.quark_uint_channel_order,
+    Format.quark_uint_channel_reorder,
+)
 _GPTQ = (Format.gptq_v1, Format.gptq_v2, Format.gptq_v1_nibble)
 # Formats whose words hold neighbours along the output axis.
-_PACKED_ALONG_OUT = (Format.awq, Format.quark_int_order, Format.quark_int_reorder,
-                     Format.quark_uint_order, Format.quark_uint_reorder)
+_PACKED_ALONG_OUT = (
+    Format.awq,
+    Format.quark_int_order,
+    Format.quark_int_reorder,
+    Format.quark_uint_order,
+    Format.quark_uint_reorder,
+)
 # Formats whose tensors have the input axis first.
 _TRANSPOSED = _GPTQ + _PACKED_ALONG_OUT
 
@@ -99,8 +120,18 @@ def _plain_scales(scales: Tensor, fmt: Format) -> Tensor:
     return scales.transpose(-1, -2) if fmt in _TRANSPOSED else scales
 
 
-def dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, g_idx: Tensor | None = None, *, group_size: int,
-               format: int = 0, bits: int = 4, in_features: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+def dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    *,
+    group_size: int,
+    format: int = 0,
+    bits: int = 4,
+    in_features: int = -1,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """(q - z) * s with the product in fp32 and one rounding; [..., O, I]."""
     fmt = Format(format)
     codes = unpack(qweight, format=fmt, bits=bits, in_features=in_features)
@@ -108,7 +139,9 @@ def dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, g_
     z = torch.full_like(s, float(1 << (bits - 1)))
     if qzeros is not None:
         z = unpack_zeros(qzeros, format=fmt, bits=bits, out_features=codes.shape[-2]).float()
-    group = torch.arange(codes.shape[-1], device=codes.device) // group_size if g_idx is None else g_idx.long()
+    group = (
+        torch.arange(codes.shape[-1], device=codes.device) // group_size if g_idx is None else g_idx.long()
+    )
     group = group.unsqueeze(-2).expand(codes.shape)
     w = (codes.float() - z.gather(-1, group)) * s.gather(-1, group)
     return w.to(dtype or scales.dtype)
@@ -123,8 +156,17 @@ def pack_canonical(codes: Tensor, bits: int) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def repack(qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None, *, format: int, bits: int = 4, in_features: int = -1,
-           in_perm: Tensor | None = None, out_perm: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def repack(
+    qweight: Tensor,
+    scales: Tensor,
+    qzeros: Tensor | None = None,
+    *,
+    format: int,
+    bits: int = 4,
+    in_features: int = -1,
+    in_perm: Tensor | None = None,
+    out_perm: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Any format to canonical; the third result is empty where `qzeros` is None."""
     fmt = Format(format)
     codes = unpack(qweight, format=fmt, bits=bits, in_features=in_features)
@@ -186,8 +228,9 @@ def _local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int
     return torch.where(inside & (local >= 0) & (local < num_experts), local, -1)
 
 
-def moe_align(topk_ids: Tensor, num_experts: int, block_size: int = 1, *,
-              expert_map: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def moe_align(
+    topk_ids: Tensor, num_experts: int, block_size: int = 1, *, expert_map: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slots sorted by local expert, each run padded to `block_size`."""
     local = _local_experts(topk_ids, expert_map, num_experts).flatten()
     slots, device = local.numel(), topk_ids.device
@@ -206,19 +249,44 @@ def moe_align(topk_ids: Tensor, num_experts: int, block_size: int = 1, *,
     return sorted_slots, block_experts, expert_offsets, expert_offsets[-1:].clone()
 
 
-def _expert_weight(weight: Tensor, e: int, scales: Tensor | None, qzeros: Tensor | None, group_size: int, bits: int, layout: int,
-                   in_features: int) -> Tensor:
+def _expert_weight(
+    weight: Tensor,
+    e: int,
+    scales: Tensor | None,
+    qzeros: Tensor | None,
+    group_size: int,
+    bits: int,
+    layout: int,
+    in_features: int,
+) -> Tensor:
     """One expert's dense fp32 matrix [N, K]: cast, or dequantised exactly from its codes."""
     if scales is None:
         return weight[e].float()
     codes = unprepack(weight[e], layout=layout, bits=bits)
-    return dequantize(codes, scales[e], None if qzeros is None else qzeros[e], group_size=group_size, bits=bits,
-                      in_features=in_features, dtype=torch.float32)
+    return dequantize(
+        codes,
+        scales[e],
+        None if qzeros is None else qzeros[e],
+        group_size=group_size,
+        bits=bits,
+        in_features=in_features,
+        dtype=torch.float32,
+    )
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, scales: Tensor | None = None, qzeros: Tensor | None = None,
-                 perm: Tensor | None = None, bias: Tensor | None = None, group_size: int = 0, bits: int = 4,
-                 layout: int = 0) -> Tensor:
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    *,
+    scales: Tensor | None = None,
+    qzeros: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    group_size: int = 0,
+    bits: int = 4,
+    layout: int = 0,
+) -> Tensor:
     """Rows expert_offsets[e]..expert_offsets[e + 1] of x times weight[e]^T; other rows are zero."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
     ends = expert_offsets.tolist()
@@ -233,8 +301,15 @@ def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, *, scales: T
     return out
 
 
-def activate(h: Tensor, *, activation: int, limit: float | None = None, alpha: float | None = None, beta: float | None = None,
-             w13_order: int = 0) -> Tensor:
+def activate(
+    h: Tensor,
+    *,
+    activation: int,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    w13_order: int = 0,
+) -> Tensor:
     """fp32 [R, 2I or I] to fp32 [R, I]; the formulas are those of the activation table in docs/api.md."""
     kind = Activation(activation)
     if kind.is_gated:
@@ -245,7 +320,9 @@ def activate(h: Tensor, *, activation: int, limit: float | None = None, alpha: f
         g = g.clamp(max=limit)
         u = u.clamp(-limit, limit) if u is not None else None
     if kind is Activation.swigluoai:
-        assert alpha is not None and beta is not None and u is not None
+        assert alpha is not None
+        assert beta is not None
+        assert u is not None
         return g * torch.sigmoid(alpha * g) * (u + beta)
     name = kind.name.removesuffix("_no_mul")
     if name == "silu":
@@ -257,13 +334,35 @@ def activate(h: Tensor, *, activation: int, limit: float | None = None, alpha: f
     return a if u is None else a * u
 
 
-def fused_moe_packed(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
-                     w13_scales: Tensor | None, w2_scales: Tensor | None, w13_group_size: int, w2_group_size: int, *,
-                     w13_qzeros: Tensor | None = None, w2_qzeros: Tensor | None = None, w13_perm: Tensor | None = None,
-                     w13_bias: Tensor | None = None, w2_bias: Tensor | None = None, expert_map: Tensor | None = None,
-                     global_num_experts: int = -1, intermediate_size: int = -1, w13_bits: int = 4, w2_bits: int = 4, layout: int = 0,
-                     activation: int = 0, limit: float | None = None, alpha: float | None = None, beta: float | None = None,
-                     w13_order: int = 0, apply_router_weight_on_input: bool = False) -> Tensor:
+def fused_moe_packed(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_scales: Tensor | None,
+    w2_scales: Tensor | None,
+    w13_group_size: int,
+    w2_group_size: int,
+    *,
+    w13_qzeros: Tensor | None = None,
+    w2_qzeros: Tensor | None = None,
+    w13_perm: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    global_num_experts: int = -1,
+    intermediate_size: int = -1,
+    w13_bits: int = 4,
+    w2_bits: int = 4,
+    layout: int = 0,
+    activation: int = 0,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    w13_order: int = 0,
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
     """The whole layer, one expert after another; scales None = dense weights."""
     tokens, hidden = hidden_states.shape
     x, dtype = hidden_states, hidden_states.dtype
@@ -282,10 +381,17 @@ def fused_moe_packed(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weight
             rows = (rows * topk_weights[token, slot].unsqueeze(1)).to(dtype).float()
         if w13_perm is not None:
             rows = rows[:, w13_perm[e].long()]
-        h = rows @ _expert_weight(w13, e, w13_scales, w13_qzeros, w13_group_size, w13_bits, layout, hidden).t()
+        h = (
+            rows
+            @ _expert_weight(w13, e, w13_scales, w13_qzeros, w13_group_size, w13_bits, layout, hidden).t()
+        )
         if w13_bias is not None:
             h = h + w13_bias[e].float()
-        h = activate(h, activation=activation, limit=limit, alpha=alpha, beta=beta, w13_order=w13_order).to(dtype).float()
+        h = (
+            activate(h, activation=activation, limit=limit, alpha=alpha, beta=beta, w13_order=w13_order)
+            .to(dtype)
+            .float()
+        )
         o = h @ _expert_weight(w2, e, w2_scales, w2_qzeros, w2_group_size, w2_bits, layout, inner).t()
         if w2_bias is not None:
             o = o + w2_bias[e].float()
@@ -296,6 +402,8 @@ def fused_moe_packed(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weight
     return out.to(dtype)
 
 
-def fused_moe(hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options) -> Tensor:
+def fused_moe(
+    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+) -> Tensor:
     """The whole layer with dense weights [E, 2I, H] and [E, H, I]."""
     return fused_moe_packed(hidden_states, w13, w2, topk_weights, topk_ids, None, None, 0, 0, **options)

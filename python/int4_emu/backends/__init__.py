@@ -26,7 +26,9 @@ def all_backends() -> dict[str, Backend]:
             log.warning("the backend %r of %s did not load: %s", point.name, point.value, error)
             continue
         if backend.name in found or backend.name == "reference":
-            log.warning("the backend %r of %s is not used since that name is taken", backend.name, point.value)
+            log.warning(
+                "the backend %r of %s is not used since that name is taken", backend.name, point.value
+            )
             continue
         found[backend.name] = backend
     found["reference"] = ReferenceBackend()

@@ -54,15 +54,36 @@ class Backend(ABC):
         return ""
 
     @abstractmethod
-    def run(self, weights: MoEWeights, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> Tensor:
+    def run(
+        self,
+        weights: MoEWeights,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
         """The layer: hidden_states [M, H], topk_weights float32 [M, k], topk_ids [M, k] to [M, H].
 
         `options` are the keyword arguments that `ops.fused_moe` and `ops.fused_moe_packed` share.
         """
 
 
-def packed_arguments(weights: MoEWeights) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(the arguments after topk_ids, the keywords) that tell `fused_moe_packed` of the quantisation."""
-    args = (weights.w13_scales, weights.w2_scales, weights.w13_group_size, weights.w2_group_size)
-    names = ("w13_qzeros", "w2_qzeros", "w13_perm", "w13_bits", "w2_bits")
-    return args, {n: getattr(weights, n) for n in names} | {"layout": int(weights.layout)}
+def op_arguments(
+    weights: MoEWeights,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Every argument of `fused_moe`, or of `fused_moe_packed` where the weights are packed, by name."""
+    arguments = options | {
+        "hidden_states": hidden_states,
+        "topk_weights": topk_weights,
+        "topk_ids": topk_ids,
+        **{n: getattr(weights, n) for n in ("w13", "w2", "w13_bias", "w2_bias")},
+    }
+    if weights.w13_scales is None:
+        return arguments
+    quantization = ("scales", "qzeros", "group_size", "bits")
+    names = [f"{p}_{q}" for p in ("w13", "w2") for q in quantization] + ["w13_perm"]
+    return arguments | {n: getattr(weights, n) for n in names} | {"layout": int(weights.layout)}

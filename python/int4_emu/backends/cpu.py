@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _library, ops
 from ..quant_config import MoEConfig
-from .base import Backend, MoEWeights, WeightsMode, packed_arguments
+from .base import Backend, MoEWeights, WeightsMode, op_arguments
 
 
 class CpuBackend(Backend):
@@ -33,9 +33,14 @@ class CpuBackend(Backend):
         isa = _library.cpu_isa()[0]
         return f"{isa}, {_library.packed_numerics(config.dtype)} weights" if weights == "packed" else f"{isa}"
 
-    def run(self, weights: MoEWeights, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> Tensor:
-        shared = options | {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias}
-        if weights.w13_scales is None:
-            return ops.fused_moe(hidden_states, weights.w13, weights.w2, topk_weights, topk_ids, **shared)
-        args, quantization = packed_arguments(weights)
-        return ops.fused_moe_packed(hidden_states, weights.w13, weights.w2, topk_weights, topk_ids, *args, **quantization, **shared)
+    def run(
+        self,
+        weights: MoEWeights,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        arguments = op_arguments(weights, hidden_states, topk_weights, topk_ids, options)
+        run = ops.fused_moe if weights.w13_scales is None else ops.fused_moe_packed
+        return run(**arguments)

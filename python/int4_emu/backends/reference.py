@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _checks, reference
+from .. import _checks_moe, reference
 from ..quant_config import MoEConfig
-from .base import Backend, MoEWeights, WeightsMode, packed_arguments
+from .base import Backend, MoEWeights, WeightsMode, op_arguments
 
 
 class ReferenceBackend(Backend):
@@ -19,17 +19,22 @@ class ReferenceBackend(Backend):
 
     def is_supported(self, config: MoEConfig, weights: WeightsMode) -> list[str]:
         # Its loop over experts reads the routing on the host.
-        return ["it synchronises with the device, which a capturing stream forbids"] if config.capturing else []
+        return (
+            ["it synchronises with the device, which a capturing stream forbids"] if config.capturing else []
+        )
 
     def describe(self, config: MoEConfig, weights: WeightsMode) -> str:
         return "PyTorch, one expert after another" + (", exact weights" if weights == "packed" else "")
 
-    def run(self, weights: MoEWeights, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> Tensor:
-        shared = options | {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias}
-        args: tuple[Any, ...] = (hidden_states, weights.w13, weights.w2, topk_weights, topk_ids)
-        if weights.w13_scales is None:
-            _checks.check_fused_moe(*args, **shared)
-            return reference.fused_moe(*args, **shared)
-        more, quantization = packed_arguments(weights)
-        _checks.check_fused_moe(*args, *more, **quantization, **shared)
-        return reference.fused_moe_packed(*args, *more, **quantization, **shared)
+    def run(
+        self,
+        weights: MoEWeights,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        arguments = op_arguments(weights, hidden_states, topk_weights, topk_ids, options)
+        _checks_moe.check_fused_moe(**arguments)
+        run = reference.fused_moe if weights.w13_scales is None else reference.fused_moe_packed
+        return run(**arguments)
