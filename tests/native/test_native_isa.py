@@ -14,7 +14,8 @@ ORDER = ["amx", "avx512", "avx2", "portable"]
 PROGRAM = """
 import int4_emu_native as native
 name, rejections = native.select_isa()
-print(name, native.active_table(), native.packed_numerics(native.DType.bf16), native.packed_numerics(native.DType.f16), rejections, sep="|")
+numerics = [native.packed_numerics(t) for t in (native.DType.bf16, native.DType.f16)]
+print(name, native.active_table(), *numerics, rejections, sep="|")
 try:
     native.check_isa()
 except RuntimeError as error:
@@ -27,8 +28,10 @@ def choose(native: ModuleType, override: str | None) -> list[str]:
     environment = {k: v for k, v in os.environ.items() if k != "INT4_EMU_CPU_ISA"}
     if override is not None:
         environment["INT4_EMU_CPU_ISA"] = override
-    environment["PYTHONPATH"] = str(Path(native.__file__).parent)
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    environment["PYTHONPATH"] = str(Path(str(native.__file__)).parent)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def test_best_usable_set_is_chosen(native: ModuleType) -> None:
@@ -78,7 +81,9 @@ def test_features_agree_with_the_kernel_s_view(native: ModuleType) -> None:
     info = Path("/proc/cpuinfo")
     if not info.exists():
         pytest.skip("/proc/cpuinfo is needed")
-    flags = set(next((line for line in info.read_text().splitlines() if line.startswith("flags")), "").split())
+    flags = set(
+        next((line for line in info.read_text().splitlines() if line.startswith("flags")), "").split()
+    )
     features = native.features()
     avx2 = {"avx2", "fma", "f16c"} <= flags
     avx512 = avx2 and {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"} <= flags

@@ -25,9 +25,16 @@ def test_result_does_not_depend_on_the_number_of_threads(native: ModuleType) -> 
     w2 = encode(rng.standard_normal((experts, hidden, intermediate)) * 0.1, "bf16")
     ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int32)
     weights = rng.random((tokens, topk)).astype(np.float32)
-    bound13 = native.dense_weight(w13, native.DType.bf16, experts, 2 * intermediate, hidden, 2 * intermediate * hidden, hidden)
-    bound2 = native.dense_weight(w2, native.DType.bf16, experts, hidden, intermediate, hidden * intermediate, intermediate)
-    outs = [native.moe(x, native.DType.bf16, bound13, bound2, weights, ids, native.Activation.silu, threads) for threads in (1, 2, 5)]
+    bound13 = native.dense_weight(
+        w13, native.DType.bf16, experts, 2 * intermediate, hidden, 2 * intermediate * hidden, hidden
+    )
+    bound2 = native.dense_weight(
+        w2, native.DType.bf16, experts, hidden, intermediate, hidden * intermediate, intermediate
+    )
+    outs = [
+        native.moe(x, native.DType.bf16, bound13, bound2, weights, ids, native.Activation.silu, threads)
+        for threads in (1, 2, 5)
+    ]
     for out in outs[1:]:
         np.testing.assert_array_equal(out, outs[0])
 
@@ -60,7 +67,10 @@ def test_dense_expert_beyond_32_bits(native: ModuleType, table: str) -> None:
     far = native.dense_weight(w, native.DType.bf16, 4, n, k, HUGE, k, base=3)
     compute = native.DType.bf16 if native.has_bf16(table) else native.DType.f32
     arguments = (x, native.DType.bf16)
-    np.testing.assert_array_equal(native.product(table, compute, *arguments, far, 3, 0, n), native.product(table, compute, *arguments, near, 0, 0, n))
+    np.testing.assert_array_equal(
+        native.product(table, compute, *arguments, far, 3, 0, n),
+        native.product(table, compute, *arguments, near, 0, 0, n),
+    )
 
 
 @pytest.mark.parametrize("layout", ["canonical", "cpu_n16"])
@@ -75,6 +85,10 @@ def test_packed_expert_beyond_32_bits(native: ModuleType, table: str, layout: st
     x = encode(rng.standard_normal((2, k)), "bf16")
     common = (codes, scales, zeros, native.DType.bf16)
     near = native.packed_weight(*common, 1, rows, k, 4, group_size, layout=getattr(native.Layout, layout))
-    far = native.packed_weight(*common, base + 1, n, k, 4, group_size, layout=getattr(native.Layout, layout), base=base)
+    far = native.packed_weight(
+        *common, base + 1, n, k, 4, group_size, layout=getattr(native.Layout, layout), base=base
+    )
     got = native.product(table, native.DType.f32, x, native.DType.bf16, far, base, 0, rows)
-    np.testing.assert_array_equal(got, native.product(table, native.DType.f32, x, native.DType.bf16, near, 0, 0, rows))
+    np.testing.assert_array_equal(
+        got, native.product(table, native.DType.f32, x, native.DType.bf16, near, 0, 0, rows)
+    )

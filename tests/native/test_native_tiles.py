@@ -22,14 +22,19 @@ def assert_products(got: Array, x: Floats, w: Floats) -> None:
     """got [m, n] is x [m, k] times w [n, k] transposed, up to fp32 accumulation in any order."""
     size = np.abs(x) @ np.abs(w).T
     error = np.abs(got - x @ w.T)
-    assert np.all(error <= size * (8 + x.shape[1] / 8) * 2.0**-24), f"error / allowed {(error / size).max() * 2**24:.1f} ulp"
+    assert np.all(error <= size * (8 + x.shape[1] / 8) * 2.0**-24), (
+        f"error / allowed {(error / size).max() * 2**24:.1f} ulp"
+    )
 
 
 def computes(native: ModuleType, table: str) -> list[str]:
     return ["f32", "bf16"] if native.has_bf16(table) else ["f32"]
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 8), (1, 33, 100), (3, 16, 31), (5, 19, 256), (16, 48, 64), (17, 47, 330), (37, 70, 96)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 1, 8), (1, 33, 100), (3, 16, 31), (5, 19, 256), (16, 48, 64), (17, 47, 330), (37, 70, 96)],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_product(native: ModuleType, table: str, dtype: str, m: int, n: int, k: int) -> None:
     for compute in computes(native, table):
@@ -37,7 +42,9 @@ def test_dense_product(native: ModuleType, table: str, dtype: str, m: int, n: in
         x_stored, x = random_bits((m, k + 3), x_dtype, seed=m)
         w_stored, w = random_bits((2, n, k), dtype, seed=n)
         weight = native.dense_weight(w_stored, getattr(native.DType, dtype), 2, n, k, n * k, k)
-        got = native.product(table, getattr(native.DType, compute), x_stored, getattr(native.DType, x_dtype), weight, 1, 0, n)
+        got = native.product(
+            table, getattr(native.DType, compute), x_stored, getattr(native.DType, x_dtype), weight, 1, 0, n
+        )
         rounded = decode(encode(w[1], compute), compute)
         assert_products(got, x[:, :k], rounded)
 
@@ -50,8 +57,17 @@ def test_transposed_weight_row_range_and_k_blocks(native: ModuleType, table: str
         x_stored, x = random_bits((m, k), x_dtype, seed=1)
         w_stored, w = random_bits((k, n), dtype, seed=2)  # [K, N]: the view that from-linear layers hold
         weight = native.dense_weight(w_stored, getattr(native.DType, dtype), 1, n, k, 0, 1, k_stride=n)
-        got = native.product(table, getattr(native.DType, compute), x_stored, getattr(native.DType, x_dtype), weight, 0, 7, 30,
-                             k_block=2 * native.k_multiple(table))
+        got = native.product(
+            table,
+            getattr(native.DType, compute),
+            x_stored,
+            getattr(native.DType, x_dtype),
+            weight,
+            0,
+            7,
+            30,
+            k_block=2 * native.k_multiple(table),
+        )
         assert_products(got, x, decode(encode(w.T[7:37], compute), compute))
 
 
@@ -59,7 +75,9 @@ def test_transposed_weight_row_range_and_k_blocks(native: ModuleType, table: str
 @pytest.mark.parametrize("group_size", [1, 5, 32, 128, 1000])
 @pytest.mark.parametrize("layout", ["canonical", "cpu_n16"])
 @pytest.mark.parametrize("with_zeros", [False, True])
-def test_packed_product(native: ModuleType, table: str, bits: int, group_size: int, layout: str, with_zeros: bool) -> None:
+def test_packed_product(
+    native: ModuleType, table: str, bits: int, group_size: int, layout: str, with_zeros: bool
+) -> None:
     m, n, k = 6, 32, 264
     rng = np.random.default_rng(group_size)
     codes = rng.integers(0, 1 << bits, (n, k), dtype=np.uint8)
@@ -71,14 +89,34 @@ def test_packed_product(native: ModuleType, table: str, bits: int, group_size: i
     stored = np.ascontiguousarray(packed).reshape(-1)
     if layout == "cpu_n16":
         stored = native.prepack(stored, n, k, bits, native.Layout.cpu_n16)
-    weight = native.packed_weight(stored, scales_stored, zeros, getattr(native.DType, scale_dtype), 1, n, k, bits, group_size,
-                                  layout=getattr(native.Layout, layout))
+    weight = native.packed_weight(
+        stored,
+        scales_stored,
+        zeros,
+        getattr(native.DType, scale_dtype),
+        1,
+        n,
+        k,
+        bits,
+        group_size,
+        layout=getattr(native.Layout, layout),
+    )
     column = np.arange(k) // group_size
     z = np.full((n, k), float(1 << (bits - 1))) if zeros is None else zeros[:, column].astype(np.float64)
     exact = ((codes - z) * scales[:, column]).astype(np.float32)
     for compute in computes(native, table):
         x_stored, x = random_bits((m, k), "bf16", seed=4)
-        got = native.product(table, getattr(native.DType, compute), x_stored, native.DType.bf16, weight, 0, 3, n - 3, k_block=128)
+        got = native.product(
+            table,
+            getattr(native.DType, compute),
+            x_stored,
+            native.DType.bf16,
+            weight,
+            0,
+            3,
+            n - 3,
+            k_block=128,
+        )
         assert_products(got, x, decode(encode(exact[3:], compute), compute))
 
 
@@ -93,8 +131,19 @@ def test_gather_permutation_and_row_scale(native: ModuleType, table: str, dtype:
         x_stored, x = random_bits((5, k), x_dtype, seed=1)
         w_stored, w = random_bits((n, k), "f32", seed=2)
         weight = native.dense_weight(w_stored, native.DType.f32, 1, n, k, 0, k)
-        got = native.product(table, getattr(native.DType, compute), x_stored, getattr(native.DType, x_dtype), weight, 0, 0, n, rows=rows,
-                             row_scale=row_scale.tolist(), perm=perm)
+        got = native.product(
+            table,
+            getattr(native.DType, compute),
+            x_stored,
+            getattr(native.DType, x_dtype),
+            weight,
+            0,
+            0,
+            n,
+            rows=rows,
+            row_scale=row_scale.tolist(),
+            perm=perm,
+        )
         scaled = decode(encode(x[rows].astype(np.float32) * row_scale[:, None], x_dtype), x_dtype)
         assert_products(got, scaled[:, perm], decode(encode(w, compute), compute))
 
@@ -105,10 +154,23 @@ def test_column_result_does_not_depend_on_the_cut(native: ModuleType, table: str
         x_stored, _ = random_bits((m, k), "bf16", seed=1)
         w_stored, _ = random_bits((n, k), "bf16", seed=2)
         weight = native.dense_weight(w_stored, native.DType.bf16, 1, n, k, 0, k)
-        whole = native.product(table, getattr(native.DType, compute), x_stored, native.DType.bf16, weight, 0, 0, n)
+        whole = native.product(
+            table, getattr(native.DType, compute), x_stored, native.DType.bf16, weight, 0, 0, n
+        )
         for step in (1, 5, 16, 20):
-            pieces = [native.product(table, getattr(native.DType, compute), x_stored, native.DType.bf16, weight, 0, n0, min(step, n - n0))
-                      for n0 in range(0, n, step)]
+            pieces = [
+                native.product(
+                    table,
+                    getattr(native.DType, compute),
+                    x_stored,
+                    native.DType.bf16,
+                    weight,
+                    0,
+                    n0,
+                    min(step, n - n0),
+                )
+                for n0 in range(0, n, step)
+            ]
             np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
 
 
@@ -120,23 +182,49 @@ def act_reference(name: str, g: Floats, u: Floats, limit: float | None, alpha: f
     base = name.removesuffix("_no_mul")
     if base == "swigluoai":
         return g / (1 + np.exp(-alpha * g)) * (u + beta)
-    value = {"silu": lambda: g / (1 + np.exp(-g)),
-             "gelu": lambda: 0.5 * g * (1 + erf(g / math.sqrt(2))),
-             "gelu_tanh": lambda: 0.5 * g * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))),
-             "relu2": lambda: np.maximum(g, 0) ** 2}[base]()
+    value = {
+        "silu": lambda: g / (1 + np.exp(-g)),
+        "gelu": lambda: 0.5 * g * (1 + erf(g / math.sqrt(2))),
+        "gelu_tanh": lambda: 0.5 * g * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))),
+        "relu2": lambda: np.maximum(g, 0) ** 2,
+    }[base]()
     return value if name.endswith("_no_mul") else value * u
 
 
-@pytest.mark.parametrize(("name", "limit"), [("silu", None), ("silu", 1.5), ("gelu", None), ("gelu_tanh", None), ("relu2", None), ("swigluoai", 2.0),
-                                             ("silu_no_mul", None), ("gelu_no_mul", None), ("gelu_tanh_no_mul", None), ("relu2_no_mul", None)])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("silu", None),
+        ("silu", 1.5),
+        ("gelu", None),
+        ("gelu_tanh", None),
+        ("relu2", None),
+        ("swigluoai", 2.0),
+        ("silu_no_mul", None),
+        ("gelu_no_mul", None),
+        ("gelu_tanh_no_mul", None),
+        ("relu2_no_mul", None),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(native: ModuleType, table: str, name: str, limit: float | None, dtype: str) -> None:
     gate = np.random.default_rng(5).standard_normal((3, 301)).astype(np.float32) * 3
     gate[0, :4] = [0, -80, 80, -0.0]
     up = np.random.default_rng(6).standard_normal((3, 301)).astype(np.float32) * 3
     gated = not name.endswith("_no_mul")
-    got = decode(native.activate(table, getattr(native.Activation, name), gate, up if gated else None, limit, 1.702, 1.0,
-                                 getattr(native.DType, dtype)), dtype)
+    got = decode(
+        native.activate(
+            table,
+            getattr(native.Activation, name),
+            gate,
+            up if gated else None,
+            limit,
+            1.702,
+            1.0,
+            getattr(native.DType, dtype),
+        ),
+        dtype,
+    )
     expected = act_reference(name, gate.astype(np.float64), up.astype(np.float64), limit, 1.702, 1.0)
     relative = np.linalg.norm(got - expected) / np.linalg.norm(expected)
     assert relative <= (2e-7 if dtype == "f32" else UNIT_ROUNDOFF[dtype])
@@ -148,7 +236,9 @@ def test_activations_keep_nan(native: ModuleType, table: str, name: str) -> None
     gate, up = np.full((1, 20), np.nan, np.float32), np.ones((1, 20), np.float32)
     limit = 7.0 if name == "swigluoai" else None
     for g, u in ((gate, up), (up, gate)):
-        assert np.isnan(native.activate(table, getattr(native.Activation, name), g, u, limit, 1.0, 1.0, native.DType.f32)).all()
+        assert np.isnan(
+            native.activate(table, getattr(native.Activation, name), g, u, limit, 1.0, 1.0, native.DType.f32)
+        ).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,7 +248,10 @@ def test_combine(native: ModuleType, table: str, dtype: str, n: int) -> None:
     rows, weight = [5, 0, 3], [0.25, -1.5, 0.125]
     got = decode(native.combine(table, y, rows, weight, getattr(native.DType, dtype)), dtype)
     terms = np.array(weight)[:, None] * y[rows].astype(np.float64)
-    assert np.all(np.abs(got - terms.sum(0)) <= np.abs(terms).sum(0) * 2.0**-22 + np.abs(terms.sum(0)) * UNIT_ROUNDOFF[dtype])
+    assert np.all(
+        np.abs(got - terms.sum(0))
+        <= np.abs(terms).sum(0) * 2.0**-22 + np.abs(terms.sum(0)) * UNIT_ROUNDOFF[dtype]
+    )
     assert not native.combine(table, y, [], [], getattr(native.DType, dtype)).any()
 
 
@@ -166,7 +259,9 @@ def test_combine(native: ModuleType, table: str, dtype: str, n: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale_dtype", DTYPES)
 @pytest.mark.parametrize(("k", "group_size"), [(1, 1), (33, 5), (256, 32), (331, 64), (200, 1000)])
-def test_dequantize_row_is_exact_to_the_bit(native: ModuleType, table: str, bits: int, dtype: str, scale_dtype: str, k: int, group_size: int) -> None:
+def test_dequantize_row_is_exact_to_the_bit(
+    native: ModuleType, table: str, bits: int, dtype: str, scale_dtype: str, k: int, group_size: int
+) -> None:
     rng = np.random.default_rng(k)
     codes = rng.integers(0, 1 << bits, k, dtype=np.uint8)
     groups = math.ceil(k / group_size)
@@ -175,12 +270,22 @@ def test_dequantize_row_is_exact_to_the_bit(native: ModuleType, table: str, bits
     if groups > 4:  # overflow in fp16, subnormal results, not a number
         scales_stored = encode([3e4, 1e-7, np.inf, np.nan, *scales[4:]], scale_dtype)
         scales = decode(scales_stored, scale_dtype)
-    stored = codes
-    if bits == 4:
-        even = np.append(codes, np.zeros(k % 2, np.uint8))
-        stored = even[0::2] | (even[1::2] << 4)
-    got = native.dequantize_row(table, stored, bits, scales_stored, getattr(native.DType, scale_dtype), zeros, k, group_size, getattr(native.DType, dtype))
+    even = np.append(codes, np.zeros(k % 2, np.uint8))
+    stored = codes if bits == 8 else (even[0::2] | (even[1::2] << 4)).astype(np.uint8)
+    got = native.dequantize_row(
+        table,
+        stored,
+        bits,
+        scales_stored,
+        getattr(native.DType, scale_dtype),
+        zeros,
+        k,
+        group_size,
+        getattr(native.DType, dtype),
+    )
     column = np.arange(k) // group_size
     with np.errstate(invalid="ignore"):
-        product = (codes.astype(np.float32) - zeros[column].astype(np.float32)) * scales[column].astype(np.float32)
+        product = (codes.astype(np.float32) - zeros[column].astype(np.float32)) * scales[column].astype(
+            np.float32
+        )
     np.testing.assert_array_equal(decode(got, dtype), decode(encode(product, dtype), dtype))
