@@ -13,14 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from implementations import IMPLEMENTATIONS
+
 import int4_emu
 from int4_emu import ops as compiled_ops
-from int4_emu import reference as reference_ops
-
-# The same cases run on every implementation that is present. Both modules offer each op under one name.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference_ops}
-if int4_emu.is_compiled():
-    IMPLEMENTATIONS["cpu"] = compiled_ops
 
 FLOAT_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

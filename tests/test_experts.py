@@ -14,7 +14,7 @@ import torch
 
 import int4_emu
 import oracle
-from conftest import IMPLEMENTATIONS
+from implementations import IMPLEMENTATIONS
 from int4_emu import Experts
 from layers import Layer, Quantised, make_layer, to_numpy, to_torch
 

@@ -192,7 +192,7 @@ def test_any_shape_and_group(
     scales_dtype: torch.dtype, out: torch.dtype, symmetric: bool, seed: int,
 ) -> None:  # fmt: skip
     """A group size that does not divide I leaves a short last group; one as large as I is a single group."""
-    from conftest import IMPLEMENTATIONS
+    from implementations import IMPLEMENTATIONS
 
     name, bits = format_bits
     columns = 8 * column_words
