@@ -298,9 +298,20 @@ def _size(bounds: Bounds | None, whole: int) -> int:
     return whole if bounds is None else bounds[1] - bounds[0]
 
 
+# Exponent bits, all of which are set in NaN and infinity only; the integer type of the same width.
+_EXPONENT = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+
+
 def check_scales(projection: Projection, scales: torch.Tensor) -> None:
     """Stops at NaN and infinite scales; zero and denormal ones are those of experts that saw no data."""
-    bad = int((~torch.isfinite(scales)).sum())
+    integer, exponent = _EXPONENT[scales.dtype]
+    # NumPy on one thread: a tensor this small is not worth waking torch's threads for.
+    bits = scales.contiguous().view(integer).numpy()
+    bad = int(((bits & exponent) == exponent).sum())
     if bad:
         raise CheckpointError(
             f"{projection.module}: scales must be finite, got {bad} NaN or infinite of {scales.numel()}"

@@ -4,6 +4,7 @@ and groups allow.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -107,10 +108,8 @@ def names_of(module: str) -> list[str]:
     for old, new in _ALIASES:
         # The block and the leaf may both be spelled otherwise.
         for name in list(names):
-            if old.endswith("."):
-                changed = name.replace(old, new, 1)
-            else:
-                changed = name.removesuffix(old) + new if name.endswith(old) else name
+            inner = old.endswith(".")
+            changed = name.replace(old, new, 1) if inner else re.sub(re.escape(old) + "$", new, name)
             if changed not in names:
                 names.append(changed)
     return names

@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .base import (
     GPTQ_NAMES,
     ModelQuantization,
+    NamedModules,
     QuantScheme,
     TensorNames,
     as_flag,
@@ -20,7 +21,6 @@ from .base import (
     check_group_size,
     compile_pattern,
     known_value,
-    names_module,
 )
 
 _PACKINGS = {"auto_round:auto_gptq": Format.gptq_v1, "auto_round:auto_awq": Format.awq}
@@ -47,7 +47,8 @@ class AutoRoundQuantization(ModelQuantization):
             symmetric=as_flag(config.get("sym", False), "sym"),
             act_order=False,
         )
-        self._blocks = as_names(config.get("block_name_to_quantize"), "block_name_to_quantize")
+        blocks = as_names(config.get("block_name_to_quantize"), "block_name_to_quantize")
+        self._blocks = NamedModules(blocks) if blocks else None
         self._exact: dict[str, QuantScheme | None] = {}
         self._patterns: list[tuple[re.Pattern[str], QuantScheme | None]] = []
         for key, value in as_mapping(config.get("extra_config"), "extra_config").items():
@@ -68,7 +69,7 @@ class AutoRoundQuantization(ModelQuantization):
         for pattern, scheme in self._patterns:
             if pattern.search(module):
                 return scheme
-        if self._blocks and not any(names_module(b, module) for b in self._blocks):
+        if self._blocks is not None and module not in self._blocks:
             return None
         return None if module.rpartition(".")[2] == "lm_head" else self._base
 

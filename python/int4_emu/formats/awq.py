@@ -9,13 +9,13 @@ from .._enums import Format
 from .base import (
     GPTQ_NAMES,
     ModelQuantization,
+    NamedModules,
     QuantScheme,
     TensorNames,
     as_flag,
     as_names,
     check_group_size,
     known_value,
-    names_module,
 )
 
 
@@ -37,7 +37,7 @@ class AwqQuantization(ModelQuantization):
             symmetric=not as_flag(config.get("zero_point", True), "zero_point"),
             act_order=False,
         )
-        self._skipped = as_names(config.get("modules_to_not_convert"), "modules_to_not_convert")
+        self._skipped = NamedModules(as_names(config.get("modules_to_not_convert"), "modules_to_not_convert"))
 
     @property
     def names(self) -> TensorNames:
@@ -45,6 +45,6 @@ class AwqQuantization(ModelQuantization):
 
     def scheme_for(self, module: str) -> QuantScheme | None:
         # AutoAWQ never converts the head.
-        if module.rpartition(".")[2] == "lm_head" or any(names_module(e, module) for e in self._skipped):
+        if module.rpartition(".")[2] == "lm_head" or module in self._skipped:
             return None
         return self._scheme

@@ -185,11 +185,21 @@ def compile_pattern(pattern: str, what: str) -> re.Pattern[str]:
         ) from None
 
 
-def names_module(entry: str, module: str) -> bool:
-    """Whether an exclusion entry names the module or one of its parents.
+class NamedModules:
+    """A list of a configuration, whose entries name modules or their parents.
 
     Whole components are compared, as a run anywhere in the name: "layers.1" is `model.layers.1.mlp` and not
     `model.layers.10.mlp`; "gate" is the router `mlp.gate` and not `mlp.experts.0.gate_proj`.
     """
-    run = entry.strip(".")
-    return bool(run) and f".{run}." in f".{module}."
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        # Lists may name every expert of every layer: look-ups must not walk them.
+        self._runs = frozenset(e.strip(".") for e in entries) - {""}
+
+    def __contains__(self, module: str) -> bool:
+        parts = module.split(".")
+        return any(
+            ".".join(parts[start:end]) in self._runs
+            for start in range(len(parts))
+            for end in range(start + 1, len(parts) + 1)
+        )

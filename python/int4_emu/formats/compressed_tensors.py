@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .base import (
     COMPRESSED_TENSORS_NAMES,
     ModelQuantization,
+    NamedModules,
     QuantScheme,
     TensorNames,
     as_flag,
@@ -20,7 +21,6 @@ from .base import (
     check_group_size,
     compile_pattern,
     known_value,
-    names_module,
 )
 
 logger = logging.getLogger("int4_emu.formats")
@@ -70,7 +70,7 @@ class CompressedTensorsQuantization(ModelQuantization):
             if t.startswith("re:")
         }
         ignore = as_names(config.get("ignore"), "ignore")
-        self._ignored = tuple(e for e in ignore if not e.startswith("re:"))
+        self._ignored = NamedModules(e for e in ignore if not e.startswith("re:"))
         self._ignored_patterns = tuple(
             compile_pattern(e[3:], "ignore") for e in ignore if e.startswith("re:")
         )
@@ -80,9 +80,7 @@ class CompressedTensorsQuantization(ModelQuantization):
         return COMPRESSED_TENSORS_NAMES
 
     def scheme_for(self, module: str) -> QuantScheme | None:
-        if any(names_module(e, module) for e in self._ignored) or any(
-            p.match(module) for p in self._ignored_patterns
-        ):
+        if module in self._ignored or any(p.match(module) for p in self._ignored_patterns):
             return None
         if module in self._schemes:
             return self._schemes[module]

@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .base import (
     QUARK_NAMES,
     ModelQuantization,
+    NamedModules,
     QuantScheme,
     TensorNames,
     as_flag,
@@ -20,7 +21,6 @@ from .base import (
     check_group_size,
     compile_pattern,
     known_value,
-    names_module,
 )
 
 logger = logging.getLogger("int4_emu.formats")
@@ -51,8 +51,10 @@ class QuarkQuantization(ModelQuantization):
         self._linear = {
             k: _scheme(v, pack_method, f"layer_type_quant_config[{k!r}]") for k, v in types.items()
         }
-        self._exclude = as_names(config.get("exclude"), "exclude")
-        for entry in self._exclude:
+        exclude = as_names(config.get("exclude"), "exclude")
+        self._excluded_names = NamedModules(exclude)
+        self._excluded_patterns = tuple(e for e in exclude if e.startswith("re:") or set(e) & set("*?["))
+        for entry in self._excluded_patterns:
             if entry.startswith("re:"):
                 compile_pattern(entry[3:], "exclude")
 
@@ -61,7 +63,7 @@ class QuarkQuantization(ModelQuantization):
         return QUARK_NAMES
 
     def scheme_for(self, module: str) -> QuantScheme | None:
-        if any(_matches(entry, module) or names_module(entry, module) for entry in self._exclude):
+        if module in self._excluded_names or any(_matches(e, module) for e in self._excluded_patterns):
             return None
         for pattern, scheme in self._layers.items():
             if _matches(pattern, module):
