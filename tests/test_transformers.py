@@ -6,6 +6,7 @@ import copy
 import importlib.metadata
 import json
 import logging
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import int4_emu
+from checkpoints import require_checkpoint
 from int4_emu import CheckpointError
 from int4_emu.data import BARD
 from int4_emu.integrations import transformers as integration
+from int4_emu.integrations._modules import HostedExperts
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,6 +98,46 @@ def test_dequantised_model_saves_a_plain_checkpoint(dense: Any, tmp_path: Path) 
     assert torch.allclose(logits(stock), logits(dense), rtol=1e-4, atol=1e-4)
     again = load(tmp_path)  # a checkpoint without a quantisation loads too
     assert torch.allclose(logits(again), logits(dense), rtol=1e-4, atol=1e-4)
+
+
+def test_mixtral_saves_under_the_names_of_its_own(tmp_path: Path) -> None:
+    source = require_checkpoint("gptq-mixtral-asym-g32-v1")
+    model = load(source, weights="dequantized")
+    model.save_pretrained(tmp_path)
+    assert "model.layers.1.block_sparse_moe.experts.7.w3.weight" in load_file(tmp_path / "model.safetensors")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    small = IDS % 256
+    with torch.inference_mode():
+        got, want = stock(input_ids=small).logits, model(input_ids=small).logits
+    assert torch.allclose(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
+
+
+def test_model_outlives_its_checkpoint(folder: Path, packed: Any) -> None:
+    model = load(folder, weights="packed")
+    for file in folder.iterdir():
+        file.write_bytes(b"")  # in place: a mapping of the file would turn into a bus error
+    assert torch.equal(logits(model), logits(packed))
+
+
+def test_pickles(packed: Any) -> None:
+    assert torch.equal(logits(pickle.loads(pickle.dumps(packed))), logits(packed))
+
+
+def test_forward_works_with_gradients_on_and_backward_raises(packed: Any) -> None:
+    out = packed(input_ids=IDS).logits
+    assert out.requires_grad
+    assert torch.equal(out.detach(), logits(packed))
+    with pytest.raises(NotImplementedError, match="inference only"):
+        out.sum().backward()
+
+
+def test_experts_compile_whole(packed: Any) -> None:
+    experts = packed.model.layers[0].mlp.experts
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="eager")
+    for tokens in (3, 7):
+        x, index, scores = torch.randn(tokens, 256), torch.randint(0, 16, (tokens, 4)), torch.rand(tokens, 4)
+        with torch.inference_mode():
+            assert torch.equal(compiled(x, index, scores), experts(x, index, scores))
 
 
 def test_packed_model_refuses_to_save(packed: Any, tmp_path: Path) -> None:
@@ -292,3 +335,37 @@ def test_experts_function_for_models_in_floating_point(kind: str) -> None:
         got = model(input_ids=ids).logits
     assert torch.allclose(got, want, rtol=1e-3, atol=1e-3)
     assert not torch.equal(got, torch.zeros_like(got))
+
+
+def test_experts_in_another_order_save_as_the_host_does() -> None:
+    """gpt-oss keeps gate and up interleaved and its matrices transposed; ours are in halves, rows first."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        moe_config("gpt_oss"), experts_implementation="eager"
+    )
+    host = model.model.layers[0].mlp.experts.eval()
+    for parameter in host.parameters():
+        torch.nn.init.normal_(parameter)
+    rows, bias = host.gate_up_proj.detach().transpose(1, 2), host.gate_up_proj_bias.detach()
+    experts = int4_emu.Experts(
+        torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1),
+        host.down_proj.detach().transpose(1, 2).contiguous(),
+        w13_bias=torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1),
+        w2_bias=host.down_proj_bias.detach(),
+        activation="swigluoai",
+        limit=7.0,
+        alpha=1.702,
+        beta=1.0,
+        dtype=torch.float32,
+    )
+    hosted = HostedExperts(host, "experts")
+    hosted.fill(experts)
+    state, want = hosted.state_dict(), host.state_dict()
+    assert set(state) == set(want)
+    assert all(torch.equal(state[key], value) for key, value in want.items())
+    with torch.no_grad():
+        experts.w13.zero_()
+    hosted.load_state_dict(want)
+    x, index, scores = torch.randn(6, 32), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    with torch.inference_mode():
+        assert torch.allclose(hosted(x, index, scores), host(x, index, scores), rtol=1e-4, atol=1e-3)

@@ -1,6 +1,4 @@
-"""The quantiser that transformers calls while it builds and loads a model. Imports transformers: import it
-lazily.
-"""
+"""The quantiser that transformers calls while it loads a model. Imports transformers: import it lazily."""
 
 from __future__ import annotations
 

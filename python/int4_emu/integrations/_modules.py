@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._enums import W13Order
 from ..errors import CheckpointError
 from ..experts import Experts
 from ._gating import Gating, check_gating
@@ -51,6 +52,11 @@ class HostedExperts(Pending):
     def __init__(self, host: nn.Module, name: str) -> None:
         """Takes the plain attributes of `host` (a meta module), so that code reading them still works."""
         super().__init__()
+        if not hasattr(host, "_apply_gate"):
+            raise CheckpointError(
+                f"{name}: {type(host).__name__} is not one of the experts that transformers calls through "
+                "experts_implementation, and is not supported"
+            )
         if getattr(host, "has_post_expert_norm", False):
             raise CheckpointError(
                 f"{name}: {type(host).__name__} norms each expert's output, which int4_emu does not do"
@@ -120,40 +126,48 @@ def is_host_experts(module: nn.Module) -> bool:
     return bool(fused) and down is not None and down.dim() == 3
 
 
-def _plain_dense(module: HostedExperts) -> bool:
-    """Whether the experts hold the very tensors that the host would: dense, gate above up, output rows
-    first.
-    """
-    experts = module.experts
-    if experts is None or experts.is_packed:
-        return False
-    return getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
-
-
 def _renamings(module: HostedExperts) -> dict[str, str]:
+    """Our names to the host's, of dense experts; none for packed ones, whose tensors the host has no names for."""
+    if module.experts is None or module.experts.is_packed:
+        return {}
     up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-    return {
-        "experts.w13": up,
-        "experts.w2": "down_proj",
-        "experts.w13_bias": f"{up}_bias",
-        "experts.w2_bias": "down_proj_bias",
-    }
+    names = {"w13": up, "w2": "down_proj", "w13_bias": f"{up}_bias", "w2_bias": "down_proj_bias"}
+    return {f"experts.{mine}": theirs for mine, theirs in names.items()}
 
 
 def _to_host_names(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Dense experts save under the host's own names, so that what is saved loads without int4_emu."""
+    """Dense experts save as the host's own parameters, so that what is saved loads without int4_emu."""
     assert isinstance(module, HostedExperts)
-    if not _plain_dense(module):
-        return
     for mine, theirs in _renamings(module).items():
         if prefix + mine in state:
-            state[prefix + theirs] = state.pop(prefix + mine)
+            state[prefix + theirs] = _to_host_order(module, mine, state.pop(prefix + mine))
 
 
 def _from_host_names(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     assert isinstance(module, HostedExperts)
-    if not _plain_dense(module):
-        return
     for mine, theirs in _renamings(module).items():
         if prefix + theirs in state:
-            state[prefix + mine] = state.pop(prefix + theirs)
+            state[prefix + mine] = _from_host_order(module, mine, state.pop(prefix + theirs))
+
+
+def _interleaves(module: HostedExperts, mine: str) -> bool:
+    """Whether the host alternates gate and up rows where ours has all gate rows first."""
+    assert module.experts is not None
+    halves = module.experts.w13_order == W13Order.halves
+    return "w13" in mine and halves and not getattr(module, "is_concatenated", True)
+
+
+def _to_host_order(module: HostedExperts, mine: str, value: Tensor) -> Tensor:
+    if _interleaves(module, mine):  # [E, 2 x I, ...] to [E, I x 2, ...]
+        value = value.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    if value.dim() == 3 and getattr(module, "is_transposed", False):
+        value = value.transpose(1, 2).contiguous()
+    return value
+
+
+def _from_host_order(module: HostedExperts, mine: str, value: Tensor) -> Tensor:
+    if value.dim() == 3 and getattr(module, "is_transposed", False):
+        value = value.transpose(1, 2)
+    if _interleaves(module, mine):  # [E, I x 2, ...] to [E, 2 x I, ...]
+        value = value.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return value.contiguous()

@@ -1,6 +1,4 @@
-"""What goes where: which modules of a host model the checkpoint reader fills, and which tensors are left to
-the host.
-"""
+"""What goes where: the modules of a host model that are filled here, and the tensors left to the host."""
 
 from __future__ import annotations
 
@@ -22,6 +20,28 @@ from ._modules import HostedExperts, Pending, is_host_experts
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class StoredTensor:
+    """A tensor that is read when the host indexes it, in the manner of safetensors' slices.
+
+    It is copied out of the mapped file: a model must survive its checkpoint being written over.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint = checkpoint
+        self._info = checkpoint.tensor_info(name)
+
+    def get_dtype(self) -> str:
+        """The dtype in safetensors' spelling."""
+        return self._info.stored_dtype
+
+    def get_shape(self) -> list[int]:
+        """The shape."""
+        return list(self._info.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._checkpoint.get_tensor(self._info.name)[index].clone()
 
 
 class Plan:
@@ -52,17 +72,12 @@ class Plan:
         ] = {}  # checkpoint module to the [out, in] that the model wants
         self._shapes: dict[str, torch.Size] = {}  # parameters that the host loads
 
-    def host_tensors(self) -> dict[str, Tensor]:
-        """The floating-point tensors that belong to no routed expert and no quantised Linear, mapped, not
-        read.
-        """
-        mine = {
-            name
-            for layer in self.checkpoint.moe_layers
-            for name in self.checkpoint.expert_tensor_names(layer)
-        }
+    def host_tensors(self) -> dict[str, StoredTensor]:
+        """The floating-point tensors of no routed expert and no quantised Linear; nothing is read yet."""
+        layers = self.checkpoint.moe_layers
+        mine = {name for layer in layers for name in self.checkpoint.expert_tensor_names(layer)}
         return {
-            name: self.checkpoint.get_tensor(name)
+            name: StoredTensor(self.checkpoint, name)
             for name in self.checkpoint.tensor_names
             if name not in mine and name.rpartition(".")[0] not in self._schemes
         }
