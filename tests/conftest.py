@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from implementations import IMPLEMENTATIONS
-
 import int4_emu
+from implementations import IMPLEMENTATIONS
 from int4_emu import ops as compiled_ops
 
 FLOAT_DTYPES = [torch.bfloat16, torch.float16, torch.float32]

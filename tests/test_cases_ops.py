@@ -199,6 +199,24 @@ def test_case_13_ids_out_of_range(
     )
 
 
+@BOTH
+def test_case_13_the_checked_mode_raises(
+    compiled: ModuleType, packed: bool, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """-1 stays legal; columns that a view skips are not looked at."""
+    layer = make_layer(rng, experts=4, tokens=3)
+    monkeypatch.setenv("INT4_EMU_CHECK_IDS", "1")
+    wide = torch.tensor([[0, 99, 3, 99], [1, 99, -1, 99], [2, 99, 2, 99]], dtype=torch.int32)
+    legal = layer.with_(topk_ids=wide[:, ::2])
+    oracle.check(to_numpy(run(legal, compiled, packed)), legal.want(packed=packed))
+    for bad in (4, -2, 2**31 - 1):
+        ids = layer.topk_ids.clone()
+        ids[1, 1] = bad
+        for tensor in (ids, ids.long()):
+            with pytest.raises(ValueError, match=rf"topk_ids.*3.*{bad}"):
+                run(layer.with_(topk_ids=tensor), compiled, packed)
+
+
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 @pytest.mark.parametrize(
     ("experts", "ranks", "counts"),
