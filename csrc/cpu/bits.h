@@ -45,4 +45,14 @@ static inline void transpose_nibbles(Word rows[8]) {
   for (int r = 0; r < 8; r += 2) swap(rows[r], rows[r + 1], 4, 0x0f0f0f0fu);
 }
 
+// rows[r] lane j becomes rows[j] lane r.
+static inline void transpose_words(Words4 rows[4]) {
+  const Words4 a = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5), b = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
+  const Words4 c = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7), d = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+  rows[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+  rows[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+  rows[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+  rows[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
+
 }  // namespace int4_emu::cpu

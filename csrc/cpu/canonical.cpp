@@ -5,17 +5,30 @@
 namespace int4_emu::cpu {
 namespace {
 
+// Rows of a transposed source lie kilobytes apart, out of reach of the hardware's prefetchers. Into L2 only: at such strides few L1
+// sets serve all rows.
+void prefetch_rows(const uint8_t* source, int64_t source_row, int64_t rows, int64_t bytes) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source + r * source_row + b, 0, 2);
+  }
+}
+
 // Words [K/kw][O] of codes packed along K: each is four bytes of a canonical row, so only the words move.
 // source points at word (k0/kw, o0); out [n][stride].
-void transpose_words(const uint8_t* source, int64_t source_row, int64_t n, int64_t words, uint8_t* out, int64_t stride) {
-  constexpr int64_t kTile = 16;
-  for (int64_t w0 = 0; w0 < words; w0 += kTile) {
-    const int64_t w1 = w0 + kTile < words ? w0 + kTile : words;
-    for (int64_t o0 = 0; o0 < n; o0 += kTile) {
-      const int64_t o1 = o0 + kTile < n ? o0 + kTile : n;
-      for (int64_t w = w0; w < w1; ++w) {
-        for (int64_t o = o0; o < o1; ++o) store_word(out + o * stride + w * 4, load_word(source + w * source_row + o * 4));
-      }
+void transpose_packed_along_in(const uint8_t* source, int64_t source_row, int64_t n, int64_t words, uint8_t* out, int64_t stride) {
+  constexpr int64_t kAhead = 16;
+  for (int64_t w = 0; w < words; w += 4) {
+    const int64_t rows = words - w < 4 ? words - w : 4;
+    prefetch_rows(source + (w + kAhead) * source_row, source_row, w + kAhead + 4 <= words ? 4 : 0, n * 4);
+    int64_t o = 0;
+    for (; rows == 4 && o + 4 <= n; o += 4) {
+      Words4 tile[4];
+      for (int64_t r = 0; r < 4; ++r) std::memcpy(&tile[r], source + (w + r) * source_row + o * 4, 16);
+      transpose_words(tile);
+      for (int64_t r = 0; r < 4; ++r) std::memcpy(out + (o + r) * stride + w * 4, &tile[r], 16);
+    }
+    for (; o < n; ++o) {
+      for (int64_t r = 0; r < rows; ++r) store_word(out + o * stride + (w + r) * 4, load_word(source + (w + r) * source_row + o * 4));
     }
   }
 }
@@ -24,22 +37,44 @@ void transpose_words(const uint8_t* source, int64_t source_row, int64_t n, int64
 // `k` columns are there; the rest of the last eight become zero. At most n rows are written.
 void transpose_packed_along_out(const uint8_t* source, int64_t source_row, uint32_t flip, const int* slot_row, int64_t n, int64_t k,
                                 uint8_t* out, int64_t stride) {
+  constexpr int64_t kAhead = 64;
   const int64_t word_columns = ceil_div(n, 8);
-  for (int64_t k0 = 0; k0 < k; k0 += 8) {
-    const int64_t rows = k - k0 < 8 ? k - k0 : 8;
+  for (int64_t k0 = 0; k0 < k; k0 += 32) {
+    const int64_t octets = k - k0 < 32 ? ceil_div(k - k0, 8) : 4;
+    prefetch_rows(source + (k0 + kAhead) * source_row, source_row, k0 + kAhead + 32 <= k ? 32 : 0, word_columns * 4);
     for (int64_t w0 = 0; w0 < word_columns; w0 += 4) {
       const int64_t lanes = word_columns - w0 < 4 ? word_columns - w0 : 4;
-      Words4 tile[8] = {};
-      for (int64_t r = 0; r < rows; ++r) {
-        std::memcpy(&tile[r], source + (k0 + r) * source_row + w0 * 4, static_cast<size_t>(lanes) * 4);
-        tile[r] ^= flip;
+      // tile[slot][octet], four columns of words wide
+      Words4 tile[8][4];
+      for (int64_t octet = 0; octet < octets; ++octet) {
+        const int64_t first = k0 + octet * 8, rows = k - first < 8 ? k - first : 8;
+        Words4 words[8];
+        if (rows == 8 && lanes == 4) {
+          for (int64_t r = 0; r < 8; ++r) std::memcpy(&words[r], source + (first + r) * source_row + w0 * 4, 16);
+        } else {
+          std::memset(words, 0, sizeof(words));
+          for (int64_t r = 0; r < rows; ++r) {
+            std::memcpy(&words[r], source + (first + r) * source_row + w0 * 4, static_cast<size_t>(lanes) * 4);
+          }
+        }
+        for (int64_t r = 0; r < rows; ++r) words[r] ^= flip;
+        transpose_nibbles(words);
+        for (int j = 0; j < 8; ++j) tile[j][octet] = words[j];
       }
-      transpose_nibbles(tile);
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        uint8_t* first = out + (w0 + lane) * 8 * stride + k0 / 2;
-        const int64_t limit = n - (w0 + lane) * 8;
+      uint8_t* to = out + w0 * 8 * stride + k0 / 2;
+      if (octets == 4 && (w0 + 4) * 8 <= n) {
         for (int j = 0; j < 8; ++j) {
-          if (slot_row[j] < limit) store_word(first + slot_row[j] * stride, tile[j][lane]);
+          transpose_words(tile[j]);
+          for (int64_t lane = 0; lane < 4; ++lane) std::memcpy(to + (lane * 8 + slot_row[j]) * stride, &tile[j][lane], 16);
+        }
+        continue;
+      }
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        for (int j = 0; j < 8; ++j) {
+          if ((w0 + lane) * 8 + slot_row[j] >= n) continue;
+          for (int64_t octet = 0; octet < octets; ++octet) {
+            store_word(to + (lane * 8 + slot_row[j]) * stride + octet * 4, tile[j][octet][lane]);
+          }
         }
       }
     }
@@ -86,25 +121,30 @@ Status CanonicalReader::check() const {
 
 const uint8_t* CanonicalReader::codes_in_place(int64_t b, int64_t o) const {
   if (traits_.transposed || flip_ != 0 || (traits_.interleaved && m_.bits == 4)) return nullptr;
-  return static_cast<const uint8_t*>(m_.qweight) + b * source_size_ + o * source_row_;
+  return matrix(b) + o * source_row_;
+}
+
+const uint8_t* CanonicalReader::transposed_source(int64_t b, int64_t o0, int64_t k0) const {
+  if (plain_bytes()) return matrix(b) + k0 * source_row_ + o0;
+  if (traits_.packed_along_out) return matrix(b) + k0 * source_row_ + o0 / 2;
+  return matrix(b) + k0 / codes_per_word() * source_row_ + o0 * 4;
 }
 
 void CanonicalReader::read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, int64_t k, uint8_t* out, int64_t stride) const {
-  const uint8_t* source = static_cast<const uint8_t*>(m_.qweight) + b * source_size_;
   const int64_t kw = codes_per_word(), words = ceil_div(k, kw);
   if (traits_.transposed) {
+    const uint8_t* source = transposed_source(b, o0, k0);
     if (plain_bytes()) {
-      transpose_bytes(source + k0 * source_row_ + o0, source_row_, static_cast<uint8_t>(flip_), n, k, out, stride);
+      transpose_bytes(source, source_row_, static_cast<uint8_t>(flip_), n, k, out, stride);
     } else if (traits_.packed_along_out) {
-      transpose_packed_along_out(source + k0 * source_row_ + o0 / 2, source_row_, flip_,
-                                 traits_.interleaved ? kInterleavedSlots : kPlainSlots, n, k, out, stride);
+      transpose_packed_along_out(source, source_row_, flip_, traits_.interleaved ? kInterleavedSlots : kPlainSlots, n, k, out, stride);
     } else {
-      transpose_words(source + k0 / kw * source_row_ + o0 * 4, source_row_, n, words, out, stride);
+      transpose_packed_along_in(source, source_row_, n, words, out, stride);
     }
   } else {
     const bool interleaved = traits_.interleaved && m_.bits == 4;
     for (int64_t i = 0; i < n; ++i) {
-      const uint8_t* row = source + (o0 + i) * source_row_ + k0 * m_.bits / 8;
+      const uint8_t* row = matrix(b) + (o0 + i) * source_row_ + k0 * m_.bits / 8;
       uint8_t* to = out + i * stride;
       if (flip_ == 0 && !interleaved) {
         std::memcpy(to, row, static_cast<size_t>(row_bytes(k, m_.bits)));
@@ -124,16 +164,22 @@ void CanonicalReader::read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, i
   }
 }
 
-void CanonicalReader::read_scales(int64_t b, int64_t o0, int64_t n, void* out) const {
+void CanonicalReader::read_scales(int64_t b, int64_t o0, int64_t n, int64_t c0, int64_t c, void* out) const {
   const int64_t groups = m_.groups, rows = m_.out_features, size = dtype_bytes(m_.scale_dtype);
   const char* source = static_cast<const char*>(m_.scales) + b * rows * groups * size;
   if (!traits_.transposed) {
-    std::memcpy(out, source + o0 * groups * size, static_cast<size_t>(n * groups * size));
+    for (int64_t i = 0; i < n; ++i) {
+      std::memcpy(static_cast<char*>(out) + i * c * size, source + ((o0 + i) * groups + c0) * size, static_cast<size_t>(c * size));
+    }
     return;
   }
   const auto transpose = [&](auto* to, const auto* from) {
-    for (int64_t c = 0; c < groups; ++c) {
-      for (int64_t i = 0; i < n; ++i) to[i * groups + c] = from[c * rows + o0 + i];
+    constexpr int64_t kTile = 32;  // rows whose scales stay in L1 while the groups pass
+    for (int64_t i0 = 0; i0 < n; i0 += kTile) {
+      const int64_t i1 = i0 + kTile < n ? i0 + kTile : n;
+      for (int64_t j = 0; j < c; ++j) {
+        for (int64_t i = i0; i < i1; ++i) to[i * c + j] = from[(c0 + j) * rows + o0 + i];
+      }
     }
   };
   if (size == 4) {
@@ -143,21 +189,18 @@ void CanonicalReader::read_scales(int64_t b, int64_t o0, int64_t n, void* out) c
   }
 }
 
-void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, uint8_t* out) const {
+void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, int64_t c, uint8_t* out) const {
   const int64_t groups = m_.groups, rows = m_.out_features, kw = codes_per_word();
   const uint8_t* source = static_cast<const uint8_t*>(m_.qzeros);
-  if (m_.format == Format::canonical) {
-    std::memcpy(out, source + (b * rows + o0) * groups, static_cast<size_t>(n * groups));
-    return;
-  }
-  // Zeros of one group lie along O: [C, O] where transposed, else [O, C].
-  const int64_t stored = plain_bytes() ? rows : ceil_div(rows, kw);
+  // Zeros of one group lie along O: [C, O] where transposed, else [O, C]; one a byte or packed in words along O.
+  const bool bytes = plain_bytes() || m_.format == Format::canonical;
+  const int64_t stored = bytes ? rows : ceil_div(rows, kw);
   const int64_t unit_step = traits_.transposed ? 1 : groups, group_step = traits_.transposed ? stored : 1;
-  if (plain_bytes()) {
-    source += b * rows * groups;
+  source += b * stored * groups * (bytes ? 1 : 4);
+  if (bytes) {
     for (int64_t i = 0; i < n; ++i) {
-      for (int64_t c = 0; c < groups; ++c) {
-        out[i * groups + c] = source[(o0 + i) * unit_step + c * group_step] ^ static_cast<uint8_t>(flip_);
+      for (int64_t j = 0; j < c; ++j) {
+        out[i * c + j] = source[(o0 + i) * unit_step + (c0 + j) * group_step] ^ static_cast<uint8_t>(flip_);
       }
     }
     return;
@@ -166,14 +209,18 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, uint8_t* out)
   // GPTQ v1 writers subtract from the whole word, with borrow: the inverse adds to the whole word and wraps.
   const uint32_t word_add = traits_.zeros != FormatTraits::Zeros::word_minus_one ? 0u : (m_.bits == 4 ? 0x11111111u : 0x01010101u);
   const uint32_t code_add = traits_.zeros == FormatTraits::Zeros::code_minus_one ? 1u : 0u;
-  source += b * stored * groups * 4;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t o = o0 + i;
-    const int64_t j = o % kw, slot = traits_.interleaved && m_.bits == 4 ? (j >> 1) | ((j & 1) << 2) : j;
-    for (int64_t c = 0; c < groups; ++c) {
-      const uint32_t word = (load_word(source + 4 * (o / kw * unit_step + c * group_step)) + word_add) ^ flip_;
-      out[i * groups + c] = static_cast<uint8_t>(((word >> (slot * m_.bits)) + code_add) & mask);
+  // Bit position of each row of a word's kw.
+  int shift[8];
+  for (int lane = 0; lane < kw; ++lane) shift[lane] = m_.bits * (traits_.interleaved && m_.bits == 4 ? lane / 2 + lane % 2 * 4 : lane);
+  for (int64_t i = 0; i < n;) {
+    const int64_t unit = (o0 + i) / kw, lane0 = o0 + i - unit * kw;
+    const int64_t count = kw - lane0 < n - i ? kw - lane0 : n - i;
+    for (int64_t j = 0; j < c; ++j) {
+      const uint32_t word = (load_word(source + 4 * (unit * unit_step + (c0 + j) * group_step)) + word_add) ^ flip_;
+      uint8_t* to = out + i * c + j;
+      for (int64_t r = 0; r < count; ++r) to[r * c] = static_cast<uint8_t>(((word >> shift[lane0 + r]) + code_add) & mask);
     }
+    i += count;
   }
 }
 

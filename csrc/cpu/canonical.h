@@ -24,22 +24,25 @@ class CanonicalReader {
   // of row_multiple(). Codes past the last column of the matrix come out as zero.
   void read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, int64_t k, uint8_t* out, int64_t stride) const;
 
-  // out [n][C] elements of m.scale_dtype.
-  void read_scales(int64_t b, int64_t o0, int64_t n, void* out) const;
+  // Groups c0..c0+c of rows o0..o0+n: out [n][c] elements of m.scale_dtype.
+  void read_scales(int64_t b, int64_t o0, int64_t n, int64_t c0, int64_t c, void* out) const;
 
-  // True zero points, out [n][C]; m.qzeros must be given. o0 is a multiple of row_multiple().
-  void read_zeros(int64_t b, int64_t o0, int64_t n, uint8_t* out) const;
+  // True zero points, out [n][c]; m.qzeros must be given.
+  void read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, int64_t c, uint8_t* out) const;
 
   int64_t row_multiple() const { return traits_.transposed ? 8 : 1; }
-  // Rows per block and columns per slice that make the reads whole cache lines and keep the scratch in L2.
-  int64_t block_rows() const { return traits_.transposed ? (traits_.packed_along_out ? 128 : 64) : 16; }
-  int64_t slice_columns() const { return traits_.transposed ? 1024 : INT64_MAX; }
+  // Rows per block and columns per slice at which reads and the caller's writes are long runs, and the scratch stays in L2.
+  int64_t block_rows() const { return traits_.transposed ? (traits_.packed_along_out ? 256 : 128) : 16; }
+  int64_t slice_columns() const { return traits_.transposed ? 2048 : INT64_MAX; }
   bool scales_in_place() const { return !traits_.transposed; }
   bool zeros_in_place() const { return m_.format == Format::canonical; }
 
  private:
   bool plain_bytes() const { return m_.bits == 8 && (traits_.plain_int8 || m_.format == Format::canonical); }
   int64_t codes_per_word() const { return 32 / m_.bits; }
+  // First byte of the stored matrix b; of column k0 and row o0 in a transposed one.
+  const uint8_t* matrix(int64_t b) const { return static_cast<const uint8_t*>(m_.qweight) + b * source_size_; }
+  const uint8_t* transposed_source(int64_t b, int64_t o0, int64_t k0) const;
 
   const PackedMatrix& m_;
   FormatTraits traits_;

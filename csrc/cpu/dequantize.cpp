@@ -20,76 +20,110 @@ int64_t slice_length(int64_t k, int64_t group_size, int64_t wanted) {
   return group_size >= k ? wanted / 8 * 8 : k;
 }
 
-// act-order: every column names its own group.
-void dequantize_row_indexed(const uint8_t* codes, const float* scales, const uint8_t* zeros, int midpoint, const int32_t* g_idx, int64_t k,
-                            float* values, DType out_dtype, void* out) {
-  for (int64_t j = 0; j < k; ++j) {
-    const int32_t group = g_idx[j];
-    values[j] = static_cast<float>(codes[j] - (zeros ? zeros[group] : midpoint)) * scales[group];
+// What a thread needs for one block of rows after another; parts that the checkpoint already stores as wanted are empty.
+struct BlockScratch {
+  BlockScratch(const PackedMatrix& m, const CanonicalReader& reader, int64_t stride, int64_t groups)
+      : codes(reader.codes_in_place(0, 0) ? 0 : reader.block_rows() * stride),
+        scales(reader.scales_in_place() ? 0 : reader.block_rows() * groups * dtype_bytes(m.scale_dtype)),
+        zeros(reader.zeros_in_place() || !m.qzeros ? 0 : reader.block_rows() * groups),
+        row_codes(m.g_idx ? m.in_features : 0),
+        row_values(m.g_idx ? m.in_features * 4 : 0),
+        row_scales(m.g_idx ? m.groups * 4 : 0) {}
+  bool ok() const { return codes.data && scales.data && zeros.data && row_codes.data && row_values.data && row_scales.data; }
+
+  Scratch codes, scales, zeros;               // [rows][stride] bytes, [rows][groups], [rows][groups]
+  Scratch row_codes, row_values, row_scales;  // act-order: one row as bytes [I], as fp32 [I], its scales in fp32 [C]
+};
+
+// Rows o0..o0+n, columns k0..k0+k of matrix b.
+struct Tile {
+  int64_t b, o0, n, k0, k;
+};
+
+class Dequantizer {
+ public:
+  Dequantizer(const PackedMatrix& m, const CanonicalReader& reader, DType out_dtype, void* out)
+      : m_(m), reader_(reader), table_(active_table()), out_dtype_(out_dtype), out_(static_cast<char*>(out)) {
+    columns_ = m.g_idx ? m.in_features : slice_length(m.in_features, m.group_size, reader.slice_columns());
+    stride_ = scratch_stride(row_bytes(round_up(columns_, 8), m.bits));
+    slices_ = columns_ > 0 ? ceil_div(m.in_features, columns_) : 0;
+    ranges_ = ceil_div(m.out_features, reader.block_rows());
   }
-  store_floats(values, out_dtype, k, out);
-}
 
-struct Task {
-  const PackedMatrix& m;
-  const CanonicalReader& reader;
-  const TileTable& table;
-  DType out_dtype;
-  char* out;
-  int64_t slice, stride;  // columns per slice, bytes between scratch rows
+  int64_t tiles() const { return m_.batch * ranges_ * slices_; }
 
-  char* out_row(int64_t b, int64_t o) const {
-    return out + (b * m.out_features + o) * m.in_features * dtype_bytes(out_dtype);
+  // Tiles begin..end; false when out of memory.
+  bool run(int64_t begin, int64_t end) const {
+    const BlockScratch scratch(m_, reader_, stride_, m_.g_idx ? m_.groups : ceil_div(columns_, m_.group_size));
+    if (!scratch.ok()) return false;
+    for (int64_t i = begin; i < end; ++i) run_tile(tile(i), scratch);
+    return true;
   }
 
-  // Rows o0..o0+n of matrix b; false when out of memory.
-  bool run(int64_t b, int64_t o0, int64_t n) const {
-    const int64_t groups = m.groups, scale_bytes = dtype_bytes(m.scale_dtype), first_row = b * m.out_features + o0;
-    const bool codes_here = reader.codes_in_place(b, o0) != nullptr;
-    const bool scales_here = reader.scales_in_place(), zeros_here = reader.zeros_in_place() || !m.qzeros;
-    Scratch codes(codes_here ? 0 : n * stride), scales(scales_here ? 0 : n * groups * scale_bytes), zeros(zeros_here ? 0 : n * groups);
-    if (!codes.data || !scales.data || !zeros.data) return false;
-    const char* scale_rows = static_cast<const char*>(m.scales) + first_row * groups * scale_bytes;
-    const uint8_t* zero_rows = m.qzeros ? static_cast<const uint8_t*>(m.qzeros) + first_row * groups : nullptr;
-    if (!scales_here) {
-      reader.read_scales(b, o0, n, scales.data);
-      scale_rows = reinterpret_cast<const char*>(scales.data);
-    }
-    if (!zeros_here) {
-      reader.read_zeros(b, o0, n, zeros.data);
-      zero_rows = zeros.data;
-    }
-    if (m.g_idx) return run_indexed(b, o0, n, codes.data, scale_rows, zero_rows);
+ private:
+  Tile tile(int64_t i) const {
+    const int64_t k0 = i % slices_ * columns_, o0 = i / slices_ % ranges_ * reader_.block_rows(), rows = reader_.block_rows();
+    return {i / slices_ / ranges_, o0, m_.out_features - o0 < rows ? m_.out_features - o0 : rows, k0,
+            m_.in_features - k0 < columns_ ? m_.in_features - k0 : columns_};
+  }
 
-    for (int64_t k0 = 0; k0 < m.in_features; k0 += slice) {
-      const int64_t k = m.in_features - k0 < slice ? m.in_features - k0 : slice;
-      if (!codes_here) reader.read_codes(b, o0, n, k0, k, codes.data, stride);
-      const int64_t group = k0 / m.group_size;
-      for (int64_t i = 0; i < n; ++i) {
-        const uint8_t* row = codes_here ? reader.codes_in_place(b, o0 + i) + k0 * m.bits / 8 : codes.data + i * stride;
-        table.dequantize_row(row, m.bits, scale_rows + (i * groups + group) * scale_bytes, m.scale_dtype,
-                             zero_rows ? zero_rows + i * groups + group : nullptr, k, m.group_size,
-                             out_row(b, o0 + i) + k0 * dtype_bytes(out_dtype), out_dtype);
+  char* output(int64_t b, int64_t o, int64_t k) const {
+    return out_ + ((b * m_.out_features + o) * m_.in_features + k) * dtype_bytes(out_dtype_);
+  }
+
+  void run_tile(const Tile& t, const BlockScratch& scratch) const {
+    // Groups c0..c0+c; in place, rows of scales and zeros lie C groups apart, in scratch c.
+    const int64_t c0 = m_.g_idx ? 0 : t.k0 / m_.group_size, c = m_.g_idx ? m_.groups : ceil_div(t.k0 + t.k, m_.group_size) - c0;
+    const int64_t scale_bytes = dtype_bytes(m_.scale_dtype), first = (t.b * m_.out_features + t.o0) * m_.groups + c0;
+    const char* scales = static_cast<const char*>(m_.scales) + first * scale_bytes;
+    const uint8_t* zeros = m_.qzeros ? static_cast<const uint8_t*>(m_.qzeros) + first : nullptr;
+    int64_t scale_step = m_.groups * scale_bytes, zero_step = m_.qzeros ? m_.groups : 0;
+    if (!reader_.scales_in_place()) {
+      reader_.read_scales(t.b, t.o0, t.n, c0, c, scratch.scales.data);
+      scales = reinterpret_cast<const char*>(scratch.scales.data);
+      scale_step = c * scale_bytes;
+    }
+    if (m_.qzeros && !reader_.zeros_in_place()) {
+      reader_.read_zeros(t.b, t.o0, t.n, c0, c, scratch.zeros.data);
+      zeros = scratch.zeros.data;
+      zero_step = c;
+    }
+    const bool in_place = reader_.codes_in_place(t.b, t.o0) != nullptr;
+    if (!in_place) reader_.read_codes(t.b, t.o0, t.n, t.k0, t.k, scratch.codes.data, stride_);
+    for (int64_t i = 0; i < t.n; ++i) {
+      const uint8_t* codes = in_place ? reader_.codes_in_place(t.b, t.o0 + i) + t.k0 * m_.bits / 8 : scratch.codes.data + i * stride_;
+      const uint8_t* row_zeros = zeros ? zeros + i * zero_step : nullptr;
+      void* out = output(t.b, t.o0 + i, t.k0);
+      if (m_.g_idx) {
+        run_indexed_row(t, codes, scales + i * scale_step, row_zeros, scratch, out);
+      } else {
+        table_.dequantize_row(codes, m_.bits, scales + i * scale_step, m_.scale_dtype, row_zeros, t.k, m_.group_size, out, out_dtype_);
       }
     }
-    return true;
   }
 
-  bool run_indexed(int64_t b, int64_t o0, int64_t n, uint8_t* codes, const char* scale_rows, const uint8_t* zero_rows) const {
-    const int64_t k = m.in_features, groups = m.groups;
-    Scratch bytes(k), values(k * 4), scales(groups * 4);
-    if (!bytes.data || !values.data || !scales.data) return false;
-    float* row_scales = reinterpret_cast<float*>(scales.data);
-    const bool codes_here = reader.codes_in_place(b, o0) != nullptr;
-    if (!codes_here) reader.read_codes(b, o0, n, 0, k, codes, stride);
-    for (int64_t i = 0; i < n; ++i) {
-      expand_codes(codes_here ? reader.codes_in_place(b, o0 + i) : codes + i * stride, m.bits, k, bytes.data);
-      load_floats(element(static_cast<const void*>(scale_rows), m.scale_dtype, i * groups), m.scale_dtype, groups, row_scales);
-      dequantize_row_indexed(bytes.data, row_scales, zero_rows ? zero_rows + i * groups : nullptr, m.bits == 4 ? 8 : 128, m.g_idx + b * k, k,
-                             reinterpret_cast<float*>(values.data), out_dtype, out_row(b, o0 + i));
+  // act-order: every column names its own group.
+  void run_indexed_row(const Tile& t, const uint8_t* codes, const char* scales, const uint8_t* zeros, const BlockScratch& scratch,
+                       void* out) const {
+    float* row_scales = reinterpret_cast<float*>(scratch.row_scales.data);
+    float* values = reinterpret_cast<float*>(scratch.row_values.data);
+    const int32_t* g_idx = m_.g_idx + t.b * m_.in_features;
+    const int midpoint = m_.bits == 4 ? 8 : 128;
+    expand_codes(codes, m_.bits, t.k, scratch.row_codes.data);
+    load_floats(scales, m_.scale_dtype, m_.groups, row_scales);
+    for (int64_t j = 0; j < t.k; ++j) {
+      const int32_t group = g_idx[j];
+      values[j] = static_cast<float>(scratch.row_codes.data[j] - (zeros ? zeros[group] : midpoint)) * row_scales[group];
     }
-    return true;
+    store_floats(values, out_dtype_, t.k, out);
   }
+
+  const PackedMatrix& m_;
+  const CanonicalReader& reader_;
+  const TileTable& table_;
+  DType out_dtype_;
+  char* out_;
+  int64_t columns_, stride_, slices_, ranges_;  // columns of a tile, bytes between scratch rows, tiles along I and along O
 };
 
 }  // namespace
@@ -98,20 +132,12 @@ Status dequantize(const PackedMatrix& m, DType out_dtype, void* out, const Paral
   if (Status s = check_isa(); !s) return s;
   const CanonicalReader reader(m);
   if (Status s = reader.check(); !s) return s;
-  const int64_t k = m.in_features;
-  const int64_t slice = m.g_idx ? k : slice_length(k, m.group_size, reader.slice_columns());
-  const Task task{m, reader, active_table(), out_dtype, static_cast<char*>(out), slice, scratch_stride(row_bytes(round_up(slice, 8), m.bits))};
-
-  const int64_t block = reader.block_rows(), blocks = ceil_div(m.out_features, block);
+  const Dequantizer dequantizer(m, reader, out_dtype, out);
   std::atomic<bool> ok{true};
-  parallel.for_each(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t o0 = i % blocks * block;
-      const int64_t n = m.out_features - o0 < block ? m.out_features - o0 : block;
-      if (!task.run(i / blocks, o0, n)) ok.store(false, std::memory_order_relaxed);
-    }
+  parallel.for_each(dequantizer.tiles(), 1, [&](int64_t begin, int64_t end) {
+    if (!dequantizer.run(begin, end)) ok.store(false, std::memory_order_relaxed);
   });
-  return ok.load() ? Status{} : make_error(Code::internal, "out of memory for the scratch of %lld rows", (long long)block);
+  return ok.load() ? Status{} : make_error(Code::internal, "out of memory for the scratch of %lld rows", (long long)reader.block_rows());
 }
 
 }  // namespace int4_emu::cpu

@@ -71,7 +71,7 @@ Status unpack_zeros(const PackedMatrix& m, uint8_t* out, const Parallel& paralle
   const CanonicalReader reader(m);
   if (Status s = reader.check(); !s) return s;
   return for_each_block(m, reader.block_rows(), parallel, [&](int64_t b, int64_t o0, int64_t n) {
-    reader.read_zeros(b, o0, n, out + (b * m.out_features + o0) * m.groups);
+    reader.read_zeros(b, o0, n, 0, m.groups, out + (b * m.out_features + o0) * m.groups);
     return true;
   });
 }
@@ -89,10 +89,10 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
     Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0), bytes(in_perm ? 2 * k : 0);
     if (!codes.data || !scales.data || !zeros.data || !bytes.data) return false;
     reader.read_codes(b, o0, n, 0, k, codes.data, stride);
-    if (m.scales) reader.read_scales(b, o0, n, scales.data);
+    if (m.scales) reader.read_scales(b, o0, n, 0, groups, scales.data);
     if (out.zeros) {
       if (m.qzeros) {
-        reader.read_zeros(b, o0, n, zeros.data);
+        reader.read_zeros(b, o0, n, 0, groups, zeros.data);
       } else {
         std::memset(zeros.data, m.bits == 4 ? 8 : 128, static_cast<size_t>(n * groups));
       }
