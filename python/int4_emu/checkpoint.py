@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import ops
 from ._enums import Format
 from ._shards import TensorFiles, TensorInfo, check_inside, listed, read_json_object
 from .errors import CheckpointError
@@ -19,7 +20,7 @@ from .formats import ModelQuantization, QuantScheme, parse_quantization_config
 from .group_order import GroupOrders, intermediate_cut, read_group_orders
 from .layer_info import LayerInfo, describe_layer
 from .layer_plan import LayerPlan, plan_layer
-from .loading import LayerLoader, LoadRequest
+from .loading import LayerLoader, LoadRequest, check_scales
 from .model_config import MoEModelConfig, parse_model_config, quantization_config
 from .moe_layout import discover_moe_layers
 from .progress import LoadProgress
@@ -168,6 +169,37 @@ class Checkpoint:
         if projection.scheme is None:
             raise CheckpointError(f"{module} is in floating point: read {module}.weight with get_tensor")
         return load_quantized_weight(projection, self._reader, strict=self.strict)
+
+    def linear_shape(self, module: str) -> tuple[int, int]:
+        """[O, I] of a Linear, quantised or not, expert or not."""
+        projection = self._inspect(module)
+        return projection.out_features, projection.in_features
+
+    def dequantize_linear(self, module: str, dtype: torch.dtype) -> torch.Tensor:
+        """One quantised projection, expert or not, as a dense weight [O, I] with its columns in input order.
+
+        Raises:
+            CheckpointError: missing or malformed tensors, or a Linear in floating point.
+        """
+        projection = self._inspect(module)
+        scheme = projection.scheme
+        if scheme is None:
+            raise CheckpointError(f"{module} is in floating point: read {module}.weight with get_tensor")
+        g_idx = self._reader.read_group_order(projection)
+        raw = self._reader.read(projection)
+        if self.strict:
+            check_scales(projection, raw.scales)
+        return ops.dequantize(
+            raw.qweight,
+            raw.scales,
+            raw.qzeros,
+            g_idx,
+            group_size=projection.group_size,
+            format=scheme.format,
+            bits=scheme.bits,
+            in_features=projection.in_features,
+            dtype=dtype,
+        )
 
     def _inspect(self, module: str) -> Projection:
         problems: list[str] = []
