@@ -52,7 +52,7 @@ Layout check_layout(int64_t layout, int64_t n, int64_t k, int bits, const char* 
 void check_index_range(const Tensor& contiguous_int32, const char* name, int64_t end, const char* end_name);
 ActivationSpec check_activation(int64_t activation, std::optional<double> limit, std::optional<double> alpha, std::optional<double> beta);
 bool is_gated(Activation kind);
-void check_ids(const Tensor& topk_ids, int64_t global_experts);  // only under INT4_EMU_CHECK_IDS=1
+void check_ids(const Tensor& contiguous_topk_ids, int64_t global_experts);  // only under INT4_EMU_CHECK_IDS=1
 
 template <class T>
 const T* data_or_null(const OptionalTensor& t) {

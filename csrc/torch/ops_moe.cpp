@@ -170,13 +170,13 @@ Layer layer_of(const Tensor& x, const Routing& r, const Options& o, int64_t expe
   }
   if (r.global_num_experts != -1 && r.global_num_experts != p.global_experts)
     fail("global_num_experts must be -1 or ", r.expert_map ? "len(expert_map)" : "E", " = ", p.global_experts, ", got ", r.global_num_experts);
-  check_ids(r.ids, p.global_experts);
   layer.held.push_back(row_major(x));
   p.x = layer.held.back().const_data_ptr();
   p.x_stride = layer.held.back().stride(0);
   layer.held.push_back(as_contiguous(r.weights));
   p.topk_weights = static_cast<const float*>(layer.held.back().const_data_ptr());
   layer.held.push_back(as_contiguous(r.ids));
+  check_ids(layer.held.back(), p.global_experts);
   p.topk_ids = layer.held.back().const_data_ptr();
   p.ids_are_int64 = r.ids.scalar_type() == ScalarType::Long;
   if (r.expert_map) {
@@ -300,8 +300,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_align(const Tensor& topk_ids, int
     p.expert_map = static_cast<const int32_t*>(map->const_data_ptr());
     p.global_experts = map->size(0);
   }
-  check_ids(topk_ids, p.global_experts);
   const Tensor ids = as_contiguous(topk_ids);
+  check_ids(ids, p.global_experts);
   p.slots = ids.numel();
   if (p.slots + num_experts * block_size > INT32_MAX)
     fail("topk_ids must leave M * k + E * block_size below 2^31, got ", p.slots + num_experts * block_size);
