@@ -83,7 +83,8 @@ class ProjectionReader:
                     f"{module} is quantised on disk, but config.json has no quantization_config"
                 )
             return None
-        for name in names_of(module):
+        # A list that names this very module is not outvoted by the module's other spellings.
+        for name in () if stored and self.quantization.excludes(module) else names_of(module):
             scheme = self.quantization.scheme_for(name)
             if (scheme is not None) == stored:
                 return scheme

@@ -43,8 +43,11 @@ class AwqQuantization(ModelQuantization):
     def names(self) -> TensorNames:
         return GPTQ_NAMES
 
+    def excludes(self, module: str) -> bool:
+        return module in self._skipped
+
     def scheme_for(self, module: str) -> QuantScheme | None:
         # AutoAWQ never converts the head.
-        if module.rpartition(".")[2] == "lm_head" or module in self._skipped:
+        if module.rpartition(".")[2] == "lm_head" or self.excludes(module):
             return None
         return self._scheme

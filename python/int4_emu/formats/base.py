@@ -119,6 +119,10 @@ class ModelQuantization(ABC):
     method: str = ""
     zeros_ignored_if_symmetric: bool = False
 
+    def excludes(self, module: str) -> bool:
+        """Whether the configuration names this module, or a parent of it, as left in floating point."""
+        return False
+
     @abstractmethod
     def scheme_for(self, module: str) -> QuantScheme | None:
         """The scheme of a Linear by its full name; None where the configuration leaves it in floating

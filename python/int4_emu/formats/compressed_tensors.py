@@ -79,8 +79,11 @@ class CompressedTensorsQuantization(ModelQuantization):
     def names(self) -> TensorNames:
         return COMPRESSED_TENSORS_NAMES
 
+    def excludes(self, module: str) -> bool:
+        return module in self._ignored or any(p.match(module) for p in self._ignored_patterns)
+
     def scheme_for(self, module: str) -> QuantScheme | None:
-        if module in self._ignored or any(p.match(module) for p in self._ignored_patterns):
+        if self.excludes(module):
             return None
         if module in self._schemes:
             return self._schemes[module]

@@ -62,8 +62,11 @@ class QuarkQuantization(ModelQuantization):
     def names(self) -> TensorNames:
         return QUARK_NAMES
 
+    def excludes(self, module: str) -> bool:
+        return module in self._excluded_names or any(_matches(e, module) for e in self._excluded_patterns)
+
     def scheme_for(self, module: str) -> QuantScheme | None:
-        if module in self._excluded_names or any(_matches(e, module) for e in self._excluded_patterns):
+        if self.excludes(module):
             return None
         for pattern, scheme in self._layers.items():
             if _matches(pattern, module):
