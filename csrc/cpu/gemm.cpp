@@ -8,7 +8,8 @@ namespace {
 // With this many rows or fewer, dense weights of the compute type are multiplied where they lie; with more, a copied panel that
 // stays in cache pays.
 constexpr int64_t kDirectRows = 32;
-// Rows below which a panel holds long pieces of few rows, which DRAM prefetchers follow; above, short ones that stay in L1.
+// Up to this many rows the weights' way from memory counts: panels hold long pieces of few rows, which prefetchers follow. Sets without
+// a matrix unit pay for a sum across lanes at the end of every piece, so the others are no shorter than they must be.
 constexpr int64_t kStreamRows = 8;
 
 bool takes_bf16(const TileTable& table, const Weight& weight, DType x) {
@@ -21,7 +22,7 @@ struct Blocking {
 
 Blocking choose_blocking(const Weight& weight, int64_t m, int64_t n, bool direct) {
   if (direct || weight.k == 0) return {n, weight.k};
-  Blocking b{kPanelColumns, 512};
+  Blocking b{kPanelColumns, 1024};
   if (m <= kStreamRows && weight.k_stride == 1) b = {16, 2048};
   if (b.columns > n) b.columns = n;
   // Blocks of equal depth, a multiple of any packing unit.
