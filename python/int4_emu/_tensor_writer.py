@@ -89,13 +89,9 @@ def write_tensors(path: Path, tensors: list[OutputTensor]) -> Iterator[int]:
                     raise CheckpointError(
                         f"{t.name} must be {t.dtype} {list(t.shape)}, got {value.dtype} {list(value.shape)}"
                     )
-                raw = (
-                    memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-                    if t.nbytes
-                    else b""
-                )
+                raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 for start in range(0, t.nbytes, _PIECE):
-                    file.write(raw[start : start + _PIECE])
+                    file.write(raw[start : start + _PIECE].data)
                 yield t.nbytes
             file.flush()
             os.fsync(file.fileno())
