@@ -22,8 +22,8 @@ struct Blocking {
 
 Blocking choose_blocking(const Weight& weight, int64_t m, int64_t n, bool direct) {
   if (direct || weight.k == 0) return {n, weight.k};
-  Blocking b{kPanelColumns, 1024};
-  if (m <= kStreamRows && weight.k_stride == 1) b = {16, 2048};
+  Blocking b{kPanelColumns, kPanelDepth};
+  if (m <= kStreamRows && weight.k_stride == 1) b = {kPanelColumns / 2, 2 * kPanelDepth};
   if (b.columns > n) b.columns = n;
   // Blocks of equal depth, a multiple of any packing unit.
   const int64_t blocks = ceil_div(weight.k, b.depth);

@@ -18,8 +18,9 @@ constexpr int64_t kUnitRows = 512;
 // Output columns of a task, and of a panel (one for the gate, one for the up rows).
 constexpr int64_t kTaskColumns = 64;
 constexpr int64_t kPanelColumns = 32;
-// Elements of a worker's weight panel: 2 * kPanelColumns rows of kPanelDepth columns at the most.
-constexpr int64_t kPanelElements = 64 * 1024;
+// Columns of the weight matrix in a panel; streamed panels have half the rows and twice the columns.
+constexpr int64_t kPanelDepth = 1024;
+// What packed x may take beyond the needs of one unit.
 constexpr int64_t kWaveBytes = int64_t{8} << 20;
 
 struct Unit {
@@ -63,6 +64,11 @@ class Projection {
   const ComputeFunctions& functions() const { return functions_; }
   // Packed x of the rows of `unit`, taken from x row by row.
   void pack(const Unit& unit, const void* x, DType dtype, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const;
+  // Elements of a worker's panel, each in at most four bytes; interleaved parts are loaded together.
+  int64_t panel_elements(bool interleaved) const {
+    const int64_t depth = round_up(weight_.k, 64);
+    return (interleaved ? 2 : 1) * kPanelColumns * (depth < kPanelDepth ? depth : kPanelDepth);
+  }
   // c[part][m][n] (part stride m * ldc) = x * W^T + bias for n columns of each part. `panel` is the worker's scratch.
   void multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* panel, float* c, int64_t ldc) const;
 

@@ -13,12 +13,13 @@ struct Plan {
     tile_floats = (p.rows < kUnitRows ? p.rows : kUnitRows) * kTaskColumns;
     units = arena.take<Unit>(max_units(p.rows, p.weight.experts));
     packed = arena.take<char>(packed_bytes);
-    panels = arena.take<float>(threads * kPanelElements);
+    panel_floats = projection.panel_elements(false);
+    panels = arena.take<float>(threads * panel_floats);
     tiles = arena.take<float>(threads * tile_floats);
   }
 
   Projection projection;
-  int64_t packed_bytes, tile_floats;
+  int64_t packed_bytes, panel_floats, tile_floats;
   Unit* units;
   char* packed;
   float *panels, *tiles;  // per worker
@@ -64,7 +65,7 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
       const Unit& unit = plan.units[begin + task / chunks];
       const int64_t n0 = task % chunks * kTaskColumns, n = columns - n0 < kTaskColumns ? columns - n0 : kTaskColumns;
       float* c = plan.tiles + worker * plan.tile_floats;
-      plan.projection.multiply(unit, plan.packed, {1, {n0, 0}, 1}, n, plan.panels + worker * kPanelElements, c, kTaskColumns);
+      plan.projection.multiply(unit, plan.packed, {1, {n0, 0}, 1}, n, plan.panels + worker * plan.panel_floats, c, kTaskColumns);
       const float one = 1.f;
       for (int64_t i = 0; i < unit.m; ++i) {
         char* out = static_cast<char*>(p.out) + ((unit.row0 + i) * columns + n0) * dtype_bytes(p.dtype);

@@ -37,14 +37,16 @@ struct Plan {
     packed = arena.take<char>(packed_bytes);
     h = arena.take<char>(wave_rows * h_row);
     y = arena.take<float>(slots * p.hidden);
-    panels = arena.take<float>(threads * kPanelElements);
+    const int64_t up = w13.panel_elements(p.w13_order == W13Order::interleaved), down = w2.panel_elements(false);
+    panel_floats = up > down ? up : down;
+    panels = arena.take<float>(threads * panel_floats);
     tiles = arena.take<float>(threads * tile_floats);
     combine_rows = arena.take<int64_t>(threads * p.topk);
     combine_weights = arena.take<float>(threads * p.topk);
   }
 
   Projection w13, w2;
-  int64_t tokens, packed_bytes, wave_rows, ldh, tile_floats;
+  int64_t tokens, packed_bytes, wave_rows, ldh, panel_floats, tile_floats;
   int64_t *offsets, *cursor;     // [E + 1], [E]
   int64_t *sorted, *position;    // [slots]: row -> token (after sorting), slot -> row or -1
   float* row_scale;              // [slots] router weight of each row, when it multiplies the input
@@ -120,7 +122,7 @@ class Layer {
       Projection::Parts parts{gate ? 2 : 1, {n0, p_.intermediate + n0}, 1};
       if (gate && !halves) parts = {2, {2 * n0, 2 * n0 + 1}, 2};
       float* c = plan_.tiles + worker * plan_.tile_floats;
-      plan_.w13.multiply(unit, plan_.packed, parts, n, plan_.panels + worker * kPanelElements, c, kTaskColumns);
+      plan_.w13.multiply(unit, plan_.packed, parts, n, plan_.panels + worker * plan_.panel_floats, c, kTaskColumns);
       char* h = h_rows(begin, unit) + n0 * dtype_bytes(p_.dtype);
       table_.activate(p_.activation, c, gate ? c + unit.m * kTaskColumns : nullptr, kTaskColumns, unit.m, n, h, plan_.ldh, p_.dtype);
     });
@@ -134,7 +136,7 @@ class Layer {
     for_columns(begin, end, p_.hidden, [&](int64_t worker, const Unit& unit, int64_t n0, int64_t n) {
       // Through a compact tile: rows of y lie a power of two apart and would fight for the same cache sets.
       float* c = plan_.tiles + worker * plan_.tile_floats;
-      plan_.w2.multiply(unit, plan_.packed, {1, {n0, 0}, 1}, n, plan_.panels + worker * kPanelElements, c, kTaskColumns);
+      plan_.w2.multiply(unit, plan_.packed, {1, {n0, 0}, 1}, n, plan_.panels + worker * plan_.panel_floats, c, kTaskColumns);
       for (int64_t i = 0; i < unit.m; ++i) {
         float* row = plan_.y + (unit.row0 + i) * p_.hidden + n0;
         for (int64_t j = 0; j < n; ++j) row[j] = c[i * kTaskColumns + j];
