@@ -316,7 +316,11 @@ def _perplexity(
     )
     seconds = time.perf_counter() - start
     tokens = found.rows * found.context
-    told = f"perplexity {found.value:.3f} over {found.rows} rows of {found.context} tokens of {path if args.perplexity else 'its eval.txt'}, {tokens / seconds:.0f} tokens/s"
+    name = path if args.perplexity else "its eval.txt"
+    told = (
+        f"perplexity {found.value:.3f} over {found.rows} rows of {found.context} tokens of {name}, "
+        f"{tokens / seconds:.0f} tokens/s"
+    )
     if reference is None:
         say(out, told)
         return 0
