@@ -338,7 +338,8 @@ def moe(
             pre = w13[e] @ row
             pre_var = (weight_rounding**2 + eps**2 * hidden) * (w13[e] ** 2 @ row**2)
             if apply_router_weight_on_input:
-                pre_var, weight = pre_var + u**2 * (w13[e] ** 2 @ row**2), 1.0
+                # One error in x meets gate and up alike, so it is not averaged out: its worst case counts.
+                pre_var, weight = pre_var + 4 * u**2 * (w13[e] ** 2 @ row**2), 1.0
             if w13_bias is not None:
                 pre = pre + w13_bias[e]
             pre_var = pre_var + (eps * pre) ** 2
@@ -377,7 +378,7 @@ def gemm(
     return Judged(value, np.sqrt(variance))
 
 
-def check(got: NDArray, want: Judged, slack: float = 2.0) -> None:
+def check(got: NDArray, want: Judged, slack: float = 1.5) -> None:
     """Fails unless ||got - want|| is within the model, over all elements and in every row; zeros must be
     exact zeros."""
     got = np.asarray(got, np.float64)

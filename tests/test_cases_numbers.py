@@ -173,3 +173,25 @@ def test_case_06_experts_without_tokens(ops: ModuleType, packed: bool, rng: np.r
     first, second = run(layer, ops, packed), run(layer, ops, packed)
     oracle.check(to_numpy(first), layer.want(packed=packed))
     assert torch.equal(first, second)
+
+
+@BOTH
+def test_rule_04_nothing_is_narrower_than_fp32_around_the_biases(ops: ModuleType, packed: bool) -> None:
+    """1 + 2^-10 - 1 before the activation and 1 + 2^-20 - 1 after it: a bf16 in between would leave zero."""
+    x = torch.tensor([[1.0, 2.0**-10, 0.0, 0.0]], dtype=torch.bfloat16)
+    w13 = np.array([[[1, 1, 0, 0], [0, 0, 0, 0]]])
+    w2 = np.array([[[1, 1], [0, 0], [0, 0], [0, 0]]])
+    options = {
+        "activation": oracle.ACTIVATION_IDS["relu2_no_mul"],
+        "w13_bias": torch.tensor([[-1.0, 1.0]], dtype=torch.bfloat16),
+        "w2_bias": torch.tensor([[-1.0, 0.0, 0.0, 0.0]], dtype=torch.bfloat16),
+    }
+    ids, weights = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 0.5)
+    if packed:
+        codes = [torch.from_numpy(oracle.pack_bytes(w + 8)) for w in (w13, w2)]
+        scales = torch.ones(1, 2, 1), torch.ones(1, 4, 1)
+        got = ops.fused_moe_packed(x, *codes, weights, ids, *scales, 4, 2, **options)
+    else:
+        dense = [torch.from_numpy(w).bfloat16() for w in (w13, w2)]
+        got = ops.fused_moe(x, *dense, weights, ids, **options)
+    assert got.tolist() == [[2.0**-21, 0.0, 0.0, 0.0]]
