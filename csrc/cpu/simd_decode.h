@@ -57,7 +57,8 @@ inline void decode_group(const CodeRow& row, int64_t first, int64_t last, float 
     // A table costs about as much as decoding 16 codes one vector at a time.
     if (row.bits == 4 && !row.even_odd && last - p >= 32) {
       const Table16 table = value_table<D>(zero_point, scale);
-      for (; p + 32 <= last; p += 32) lookup32(table, row.codes + (p - row.origin) / 2, reinterpret_cast<uint16_t*>(out) + (p - first));
+      const uint8_t* codes = row.codes + (p - row.origin) / 2;
+      for (; p + 32 <= last; p += 32, codes += 16) lookup32(table, codes, reinterpret_cast<uint16_t*>(out) + (p - first));
     }
   }
   const Vf z = set1(zero_point), s = set1(scale);
@@ -66,22 +67,44 @@ inline void decode_group(const CodeRow& row, int64_t first, int64_t last, float 
     for (; p + kLanes <= last; p += kLanes) store_as<D>(out, p - first, mul(sub(codes8(codes + p), z), s));
   } else {
     const Vi shifts = code_shifts(row.even_odd);
-    const uint8_t* codes = row.codes - row.origin / 2;
-    for (; p + kLanes <= last; p += kLanes) store_as<D>(out, p - first, mul(sub(codes4(codes + p / 2, shifts), z), s));
+    const uint8_t* codes = row.codes + (p - row.origin) / 2;
+    for (; p + kLanes <= last; p += kLanes, codes += kLanes / 2) store_as<D>(out, p - first, mul(sub(codes4(codes, shifts), z), s));
   }
   if (p < last) decode_few<D>(row, p, last - p, zero_point, scale, out, p - first);
+}
+
+inline float zero_point_of(const CodeRow& row, int64_t group) {
+  return row.zeros ? static_cast<float>(row.zeros[group]) : row.bits == 4 ? 8.f : 128.f;
+}
+
+// decode_row for canonical int4 to fp32 in whole groups of whole vectors, without decode_group's questions. Returns how many codes.
+inline int64_t decode_whole_groups(const CodeRow& row, int64_t k0, int64_t k, float* out) {
+  const uint8_t* codes = row.codes + (k0 - row.origin) / 2;
+  const Vi shifts = code_shifts(false);
+  int64_t p = k0, group = k0 / row.group_size;
+  for (; p + row.group_size <= k0 + k; ++group) {
+    const Vf z = set1(zero_point_of(row, group)), s = set1(scalar_at(row.scales, row.scale_dtype, group));
+    const int64_t end = p + row.group_size;
+#pragma GCC unroll 4
+    for (; p < end; p += kLanes, out += kLanes, codes += kLanes / 2) store(out, mul(sub(codes4(codes, shifts), z), s));
+  }
+  return p - k0;
 }
 
 // Codes k0..k0+k of a row to `out`, elements of D; one rounding of the exact fp32 product.
 template <DType D>
 inline void decode_row(const CodeRow& row, int64_t k0, int64_t k, void* out) {
-  int64_t p = k0, group = k0 / row.group_size;
+  int64_t p = k0;
+  if constexpr (D == DType::f32) {
+    if (row.bits == 4 && !row.even_odd && row.group_size % kLanes == 0 && k0 % row.group_size == 0)
+      p += decode_whole_groups(row, k0, k, static_cast<float*>(out));
+  }
+  int64_t group = p / row.group_size;
   while (p < k0 + k) {
     const int64_t group_end = (group + 1) * row.group_size;
     const int64_t end = group_end < k0 + k ? group_end : k0 + k;
-    const float zero_point = row.zeros ? static_cast<float>(row.zeros[group]) : row.bits == 4 ? 8.f : 128.f;
     const float scale = scalar_at(row.scales, row.scale_dtype, group);
-    decode_group<D>(row, p, end, zero_point, scale, static_cast<char*>(out) + (p - k0) * kBytes<D>);
+    decode_group<D>(row, p, end, zero_point_of(row, group), scale, static_cast<char*>(out) + (p - k0) * kBytes<D>);
     p = end;
     ++group;
   }

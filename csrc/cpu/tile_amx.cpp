@@ -5,8 +5,9 @@
 // The same instructions serve every m, so a row's result does not depend on the others.
 #include "tile.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
-    defined(__AVX512VL__) && defined(__AVX512BF16__)
+// (clang before 16 spells the first two without the second underscore)
+#if (defined(__AMX_TILE__) || defined(__AMXTILE__)) && (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512F__) && \
+    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
 
 #include "simd_avx512.h"
 // (order matters: each builds on the one before)
