@@ -65,8 +65,13 @@ def pack_words(
 
 
 def pack_bytes(codes: NDArray, bits: int = 4) -> NDArray[np.uint8]:
-    """Canonical packing along the last axis: low nibble = even index (bits=8: the codes themselves)."""
+    """Canonical packing along the last axis: low nibble = even index (bits=8: the codes themselves).
+
+    The nibble that an odd length leaves over holds 15: it must never be read.
+    """
     codes = np.asarray(codes, np.uint8)
+    if bits == 4 and codes.shape[-1] % 2:
+        codes = np.concatenate([codes, np.full_like(codes[..., :1], 15)], -1)
     return codes.copy() if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

@@ -83,6 +83,7 @@ def test_group_sizes(ops: ModuleType, groups: tuple[int, int], rng: np.random.Ge
 @pytest.mark.parametrize(("hidden", "intermediate", "groups"), [
     (90, 90, (30, 18)),  # 2880 scaled down: no multiple of 16 or 32
     (34, 22, (2, 2)),
+        (35, 21, (7, 7)),  # odd: half a byte is left over
     (2, 2, (2, 2)),
     (72, 40, (24, 8)),
     (48, 200, (48, 40)),

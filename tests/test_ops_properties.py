@@ -16,9 +16,9 @@ from layers import NAMES, Layer, make_layer, to_numpy
 
 @st.composite
 def layer_strategy(draw: st.DrawFn) -> Layer:
-    """Even H and I up to a few tiles; groups that divide them; every activation; ids on both sides of the
+    """H and I up to a few tiles, odd ones too; groups that divide them; every activation; ids on both sides of the
     range."""
-    hidden, intermediate = (2 * draw(st.integers(1, 40)) for _ in range(2))
+    hidden, intermediate = (draw(st.integers(1, 80)) for _ in range(2))
     groups = tuple(
         draw(st.sampled_from([g for g in range(1, n + 1) if n % g == 0])) for n in (hidden, intermediate)
     )
