@@ -40,7 +40,7 @@ _GEMM = (
     "Tensor? perm=None, Tensor? bias=None, SymInt group_size=0, int bits=4, int layout=0"
 )
 # Registered for autograd only: the node that refuses to run backward.
-INTERNAL = {"no_backward": "(Tensor grad, SymInt[] shape, int op) -> Tensor"}
+INTERNAL = {"_no_backward": "(Tensor grad, SymInt[] shape, int op) -> Tensor"}
 SCHEMAS = {
     "unpack": "(Tensor qweight, *, int format=0, int bits=4, SymInt in_features=-1) -> Tensor",
     "unpack_zeros": "(Tensor qzeros, *, int format=0, int bits=4, SymInt out_features=-1) -> Tensor",

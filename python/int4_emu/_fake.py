@@ -300,7 +300,7 @@ class _InferenceOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         grad = next(g for g in grads if g is not None)
-        refuse = torch.ops.int4_emu.no_backward
+        refuse = torch.ops.int4_emu._no_backward
         needed = ctx.needs_input_grad[2:]
         return (
             None,
@@ -338,10 +338,10 @@ def register() -> None:
     if not compiled:
         for schema in _library.schemas():
             library.define(schema)
-    library.define("no_backward(Tensor grad, SymInt[] shape, int op) -> Tensor")
-    library.impl("no_backward", _raise_no_backward, "CompositeExplicitAutograd")
+    library.define("_no_backward(Tensor grad, SymInt[] shape, int op) -> Tensor")
+    library.impl("_no_backward", _raise_no_backward, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        "int4_emu::no_backward", lambda grad, shape, op: grad.new_empty(shape), lib=library
+        "int4_emu::_no_backward", lambda grad, shape, op: grad.new_empty(shape), lib=library
     )
     for op, fake in FAKES.items():
         library.impl(op, _reference_kernel(op), "CompositeExplicitAutograd")
