@@ -36,6 +36,6 @@ def _explain_os_error(error: OSError, text: str) -> tuple[str, int]:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         reason = "the file system is read-only" if error.errno == errno.EROFS else "no permission"
         return f"{reason}: {error.filename or text}", FAILED
-    if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+    if isinstance(error, (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)):
         return f"{(error.strerror or text).lower()}:{where}" if where else text, BAD_INPUT
     return text, FAILED
