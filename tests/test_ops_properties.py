@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import int4_emu
 import oracle
-from conftest import IMPLEMENTATIONS
+from implementations import IMPLEMENTATIONS
 from int4_emu import Activation, Format, W13Order
 from layers import NAMES, Layer, make_layer, to_numpy
 
