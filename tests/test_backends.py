@@ -131,7 +131,7 @@ def test_case_17_the_reference_is_not_picked_while_capturing() -> None:
         (lambda: config(top_k=0), ValueError, ("top_k", "0")),
         (lambda: config(quant=QuantConfig.int4_w4a16(128)), ValueError, ("128", "64")),
     ],
-    ids=str,
+    ids=lambda v: " ".join(v) if isinstance(v, tuple) else getattr(v, "__name__", str(v)).strip("<>"),
 )
 def test_contradicting_configurations(make: Any, error: type[Exception], fragments: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
