@@ -66,6 +66,7 @@ def test_a_wrong_backend_fails(
     change: Callable[[torch.Tensor], torch.Tensor], failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ReferenceBackend, "run", _wrong(change))
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     # One format is enough here; every format is in the test above.
     monkeypatch.setattr(
         _checks.problems,
