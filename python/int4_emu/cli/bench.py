@@ -153,6 +153,11 @@ def _measure(args: argparse.Namespace, shape: Shape, out: Console) -> dict[str, 
             results += _measure_tokens(problem, machine, candidates, count, seconds, out)
         dequantize = time_dequantize(problem, seconds / 2)
     out.print(_table(results, peer))
+    if any(r["rounds"] == 1 for r in results):
+        say(
+            out,
+            "One round is a single call, perhaps a cold one: its ratio is a rough figure (--seconds S measures longer).",
+        )
     if any(r["share_of_floor"] > 1.05 for r in results):
         say(
             out, "More than 100 % of a floor: something else used the machine while its limits were measured."
