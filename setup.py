@@ -1,6 +1,7 @@
 """Builds int4_emu: the op library `int4_emu._C` (no Python ABI, torch's stable API) and, on request, the native test module.
 
-Environment: MAX_JOBS, INT4_EMU_NATIVE_TESTS=1 (the pybind11 module that binds the torch-free C++), CXX.
+Environment: MAX_JOBS, CXX, INT4_EMU_GPU (1 or 0: build `int4_emu._C_gpu` or not; unset: where torch is a CUDA build and nvcc is
+there), INT4_EMU_NATIVE_TESTS=1 (the pybind11 module that binds the torch-free C++).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from build_tools import compile_jobs, visible_memory  # noqa: E402
 TORCH_TARGET = "0x020a000000000000"
 CXX_FLAGS = [
     "-std=c++17",
+    "-g0",
     "-O3",
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
@@ -58,6 +61,16 @@ ISA_FLAGS = {
     ],
 }
 ISA_WARNINGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+# Ampere and Hopper, and PTX for what comes after.
+GPU_ARCHITECTURES = "sm_80, sm_90a, compute_80"
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    f'-DINT4_EMU_GPU_ARCHS="{GPU_ARCHITECTURES}"',
+]
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -89,18 +102,55 @@ def kernel_groups() -> list[tuple[str, list[str], list[str]]]:
     return [("kernels", base, CXX_FLAGS), *groups]
 
 
+def nvcc_path() -> str | None:
+    """The CUDA compiler, if there is one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+
+
+def wants_gpu() -> bool:
+    """Whether to build `_C_gpu`: asked for by INT4_EMU_GPU, else where torch is a CUDA build and nvcc is there."""
+    asked = os.environ.get("INT4_EMU_GPU", "")
+    if asked not in ("", "0", "1"):
+        raise SystemExit(f"INT4_EMU_GPU must be 0 or 1, got {asked!r}")
+    if asked == "1" and nvcc_path() is None:
+        raise SystemExit("INT4_EMU_GPU=1 needs nvcc on PATH or CUDA_HOME")
+    return asked == "1" or (asked == "" and torch.version.cuda is not None and nvcc_path() is not None)
+
+
+def gpu_objects(folder: Path, jobs: int) -> list[str]:
+    """Compiles csrc/gpu with nvcc; only what changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    nvcc = nvcc_path()
+    assert nvcc is not None
+    newest = max(p.stat().st_mtime for d in ("csrc/gpu", "csrc/core") for p in (ROOT / d).glob("*.*h"))
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.stem}.o"
+        if not target.exists() or target.stat().st_mtime < max(newest, source.stat().st_mtime):
+            subprocess.run([nvcc, "-c", str(source), "-o", str(target), *NVCC_FLAGS], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(compile_one, sorted((ROOT / "csrc/gpu").glob("*.cu"))))
+
+
 class Build(BuildExtension):
-    """Compiles the kernel groups once, shares their objects between extensions, and replaces the library in one rename."""
+    """Compiles groups of files once, shares their objects between extensions, and replaces a library in one rename."""
 
     def build_extension(self, ext: Extension) -> None:
         objects: list[str] = []
-        for name, files, flags in kernel_groups():
+        for name, files, flags in ext.groups:
             objects += self.compiler.compile(
                 files,
                 output_dir=str(Path(self.build_temp) / name),
+                include_dirs=list(ext.include_dirs),
+                macros=list(ext.define_macros),
                 extra_postargs=list(flags),
                 depends=ext.depends,
             )
+        if ext.name == "int4_emu._C_gpu":
+            objects += gpu_objects(Path(self.build_temp) / "gpu", int(os.environ["MAX_JOBS"]))
         saved = list(ext.extra_objects or [])
         ext.extra_objects = saved + objects
         try:
@@ -127,6 +177,7 @@ headers = [
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")),
     "python/int4_emu/schemas.inc",
     "csrc/torch/exports.map",
+    "csrc/torch/ops.inc",
 ]
 build_info = f"torch {torch.__version__}, {compiler_version()}, torch ABI 2.10"
 link_args = (
@@ -134,32 +185,61 @@ link_args = (
     if sys.platform == "linux"
     else []
 )
-extensions: list[Extension] = [
-    CppExtension(
-        "int4_emu._C",
-        sources("csrc/torch"),
+# Checks and op implementations, the same objects in both libraries.
+FRONT = ("front", ["csrc/torch/check.cpp", "csrc/torch/ops_formats.cpp", "csrc/torch/ops_moe.cpp"], CXX_FLAGS)
+
+
+def op_library(
+    name: str, files: list[str], groups: list[tuple[str, list[str], list[str]]], link: list[str]
+) -> Extension:
+    """One library of op kernels on torch's stable ABI."""
+    ext = CppExtension(
+        name,
+        files,
         depends=headers,
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET), ("INT4_EMU_BUILD_INFO", f'"{build_info}"')],
         extra_compile_args={"cxx": CXX_FLAGS},
-        extra_link_args=link_args,
+        extra_link_args=link_args + link,
         py_limited_api=True,
     )
+    ext.groups = groups
+    return ext
+
+
+extensions: list[Extension] = [
+    op_library(
+        "int4_emu._C", ["csrc/torch/library.cpp", "csrc/torch/device_cpu.cpp"], [FRONT, *kernel_groups()], []
+    )
 ]
+if wants_gpu():
+    cuda_lib = Path(nvcc_path() or "").resolve().parents[1] / "lib64"
+    cudart = [
+        f"-L{cuda_lib}",
+        "-Wl,-Bstatic",
+        "-lcudart_static",
+        "-Wl,-Bdynamic",
+        "-ldl",
+        "-lrt",
+        "-lpthread",
+    ]
+    core = ("kernels", sources("csrc/core"), CXX_FLAGS)
+    files = ["csrc/torch/library_gpu.cpp", "csrc/torch/device_gpu.cpp"]
+    extensions.append(op_library("int4_emu._C_gpu", files, [FRONT, core], cudart))
 wheel_options: dict[str, dict[str, str]] = {"bdist_wheel": {"py_limited_api": "cp310"}}
 if os.environ.get("INT4_EMU_NATIVE_TESTS") == "1" and (ROOT / "tests/native/bind.cpp").exists():
     import pybind11
 
     # Binds the torch-free C++ for tests; it has a Python ABI and does not belong into a wheel for everyone.
-    extensions.append(
-        Extension(
-            "int4_emu_native",
-            ["tests/native/bind.cpp"],
-            include_dirs=[pybind11.get_include()],
-            depends=headers,
-            extra_compile_args=CXX_FLAGS,
-            language="c++",
-        )
+    native = Extension(
+        "int4_emu_native",
+        ["tests/native/bind.cpp"],
+        include_dirs=[pybind11.get_include()],
+        depends=headers,
+        extra_compile_args=CXX_FLAGS,
+        language="c++",
     )
+    native.groups = kernel_groups()
+    extensions.append(native)
     wheel_options = {}
 
 if not is_ninja_available():

@@ -70,4 +70,24 @@ struct PackedMatrix {
   const int32_t* g_idx = nullptr; // [batch, I] or null; values within [0, groups): checked by the binding
 };
 
+// Where `repack` writes canonical tensors; each matrix of the batch is contiguous.
+struct RepackOut {
+  uint8_t* qweight;  // [batch, O, row_bytes(I)]
+  void* scales;      // [batch, O, C], the source's dtype
+  uint8_t* zeros;    // [batch, O, C] or null
+};
+
+// Slots (token * topk + j) to sort by local expert.
+struct AlignProblem {
+  int64_t slots = 0;  // tokens * topk
+  const void* topk_ids = nullptr;
+  bool ids_are_int64 = false;
+  const int32_t* expert_map = nullptr;
+  int64_t global_experts = 0, experts = 0, block_size = 1;
+  int32_t* sorted_slots = nullptr;    // [round_up(slots + experts * (block_size - 1), block_size)]
+  int32_t* block_experts = nullptr;   // [capacity / block_size], -1 where unused
+  int32_t* expert_offsets = nullptr;  // [experts + 1], in padded rows
+  int32_t* num_slots = nullptr;       // [1] = expert_offsets[experts]
+};
+
 }  // namespace int4_emu

@@ -17,11 +17,6 @@ Status unpack_zeros(const PackedMatrix& m, uint8_t* out, const Parallel& paralle
 Status dequantize(const PackedMatrix& m, DType out_dtype, void* out, const Parallel& parallel);
 
 // Any format to canonical. Canonical column j is source column in_perm[j], row i is source row out_perm[i] (null = identity).
-struct RepackOut {
-  uint8_t* qweight;  // [batch, O, row_bytes(I)], contiguous within one matrix
-  void* scales;      // [batch, O, C], dtype m.scale_dtype
-  uint8_t* zeros;    // [batch, O, C] or null
-};
 Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_perm, const RepackOut& out, const Parallel& parallel);
 
 // canonical [batch, N, row_bytes(K)] <-> layout, same bytes in another order.
@@ -29,17 +24,6 @@ Status prepack(const uint8_t* in, uint8_t* out, int64_t batch, int64_t n, int64_
 Status unprepack(const uint8_t* in, uint8_t* out, int64_t batch, int64_t n, int64_t k, int bits, Layout layout, const Parallel& parallel);
 
 // Slots (token * topk + j) sorted by local expert, stable; each expert's run padded to block_size with the value tokens * topk.
-struct AlignProblem {
-  int64_t slots = 0;  // tokens * topk
-  const void* topk_ids = nullptr;
-  bool ids_are_int64 = false;
-  const int32_t* expert_map = nullptr;
-  int64_t global_experts = 0, experts = 0, block_size = 1;
-  int32_t* sorted_slots = nullptr;    // [round_up(slots + experts * (block_size - 1), block_size)]
-  int32_t* block_experts = nullptr;   // [capacity / block_size], -1 where unused
-  int32_t* expert_offsets = nullptr;  // [experts + 1], in padded rows
-  int32_t* num_slots = nullptr;       // [1] = expert_offsets[experts]
-};
 Status moe_align(const AlignProblem& p);
 
 size_t moe_workspace_bytes(const MoeProblem& p, int threads);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "../core/layout.h"
+#include "device.h"
 
 namespace int4_emu::binding {
 
@@ -52,8 +53,14 @@ DType to_dtype(ScalarType t) {
   }
 }
 
-void check_cpu(const Tensor& t, const char* name) {
-  if (!t.is_cpu()) fail(name, " must be on the CPU like the other tensors of this call, got a tensor on another device");
+void check_device(const Tensor& t, const char* name) {
+  const Tensor& first = DeviceScope::first();
+  if (t.device() != first.device()) fail(name, " must be on ", device_name(first), " like the op's first argument, got ", device_name(t));
+}
+
+std::string device_name(const Tensor& t) {
+  if (t.is_cpu()) return "cpu";
+  return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
 }
 
 void check_dim(const Tensor& t, const char* name, std::initializer_list<int64_t> allowed, const char* meaning) {
@@ -63,7 +70,7 @@ void check_dim(const Tensor& t, const char* name, std::initializer_list<int64_t>
 }
 
 void check_dtype(const Tensor& t, const char* name, std::initializer_list<ScalarType> allowed) {
-  check_cpu(t, name);
+  check_device(t, name);
   std::string names;
   for (ScalarType a : allowed) {
     if (t.scalar_type() == a) return;
@@ -83,7 +90,7 @@ void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& 
 }
 
 void check_out(const Tensor& out, const std::vector<int64_t>& want, const char* formula, const std::string& context, const char* name) {
-  check_cpu(out, name);
+  check_device(out, name);
   check_shape(out, name, want, formula, context);
   if (!out.is_contiguous()) fail(name, " must be contiguous, got shape ", shape_text(out), " with other strides");
 }
@@ -127,6 +134,7 @@ Layout check_layout(int64_t layout, int64_t n, int64_t k, int bits, const char* 
 }
 
 void check_index_range(const Tensor& t, const char* name, int64_t end, const char* end_name) {
+  if (!device::kHostReadsValues) return;
   const int32_t* v = static_cast<const int32_t*>(t.const_data_ptr());
   const int64_t n = t.numel();
   int32_t low = 0, high = 0;
@@ -136,6 +144,21 @@ void check_index_range(const Tensor& t, const char* name, int64_t end, const cha
   }
   if (n > 0 && (low < 0 || high >= end))
     fail(name, " values must be 0..", end_name, "-1 = 0..", end - 1, ", got ", low < 0 ? low : high);
+}
+
+void check_offsets(const Tensor& offsets, int64_t rows) {
+  if (!device::kHostReadsValues) return;
+  int64_t last = 0;
+  for (int64_t e = 0; e < offsets.numel(); ++e) {
+    const int64_t v = read_index(offsets, e);
+    if (v < last || v > rows)
+      fail("expert_offsets must ascend within 0..R = 0..", rows, ", got ", v, " at ", e, e ? " after " + std::to_string(last) : "");
+    last = v;
+  }
+}
+
+int64_t read_index(const Tensor& t, int64_t i) {
+  return t.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(t.const_data_ptr())[i] : static_cast<const int32_t*>(t.const_data_ptr())[i];
 }
 
 bool is_gated(Activation kind) { return static_cast<int32_t>(kind) < static_cast<int32_t>(Activation::silu_no_mul); }
@@ -174,11 +197,11 @@ ActivationSpec check_activation(int64_t activation, std::optional<double> limit,
 }
 
 void check_ids(const Tensor& ids, int64_t global_experts) {
+  if (!device::kHostReadsValues) return;
   const char* mode = std::getenv("INT4_EMU_CHECK_IDS");
   if (mode == nullptr || std::strcmp(mode, "1") != 0) return;
-  const bool wide = ids.scalar_type() == ScalarType::Long;
   for (int64_t i = 0; i < ids.numel(); ++i) {
-    const int64_t id = wide ? static_cast<const int64_t*>(ids.const_data_ptr())[i] : static_cast<const int32_t*>(ids.const_data_ptr())[i];
+    const int64_t id = read_index(ids, i);
     if (id < -1 || id >= global_experts)
       fail("topk_ids must be -1 (unrouted) or 0..E-1 = 0..", global_experts - 1, ", got ", id, " at slot ", i, " (INT4_EMU_CHECK_IDS=1)");
   }

@@ -36,7 +36,9 @@ std::string shape_text(const Tensor& t);
 const char* dtype_name(ScalarType t);
 DType to_dtype(ScalarType t);
 
-void check_cpu(const Tensor& t, const char* name);
+std::string device_name(const Tensor& t);
+// Like the first tensor of the op (DeviceScope).
+void check_device(const Tensor& t, const char* name);
 void check_dim(const Tensor& t, const char* name, std::initializer_list<int64_t> allowed, const char* meaning);
 void check_dtype(const Tensor& t, const char* name, std::initializer_list<ScalarType> allowed);
 void check_float(const Tensor& t, const char* name);  // float32, float16 or bfloat16
@@ -49,10 +51,13 @@ void check_bits(int64_t bits, const char* name = "bits");
 void check_group_size(int64_t group_size, int64_t k, const char* name, const char* k_name);
 Format check_format(int64_t format);
 Layout check_layout(int64_t layout, int64_t n, int64_t k, int bits, const char* name);
+// The next three look at values, and do nothing where the host cannot without synchronising: there the kernels test the bounds.
 void check_index_range(const Tensor& contiguous_int32, const char* name, int64_t end, const char* end_name);
+void check_offsets(const Tensor& contiguous_offsets, int64_t rows);
+void check_ids(const Tensor& contiguous_topk_ids, int64_t global_experts);  // only under INT4_EMU_CHECK_IDS=1
+int64_t read_index(const Tensor& contiguous, int64_t i);  // int32 or int64, on the host
 ActivationSpec check_activation(int64_t activation, std::optional<double> limit, std::optional<double> alpha, std::optional<double> beta);
 bool is_gated(Activation kind);
-void check_ids(const Tensor& contiguous_topk_ids, int64_t global_experts);  // only under INT4_EMU_CHECK_IDS=1
 
 template <class T>
 const T* data_or_null(const OptionalTensor& t) {

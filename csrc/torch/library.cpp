@@ -10,23 +10,10 @@ STABLE_TORCH_LIBRARY(int4_emu, m) {
 #undef OP
 }
 
-#define BOX(op) m.impl(#op, &int4_emu::binding::Boxed<&int4_emu::binding::op>::call)
 STABLE_TORCH_LIBRARY_IMPL(int4_emu, CPU, m) {
-  BOX(unpack);
-  BOX(unpack_zeros);
-  BOX(dequantize);
-  BOX(dequantize_out);
-  BOX(repack);
-  BOX(repack_out);
-  BOX(prepack);
-  BOX(unprepack);
-  BOX(moe_align);
-  BOX(grouped_gemm);
-  BOX(grouped_gemm_out);
-  BOX(fused_moe);
-  BOX(fused_moe_out);
-  BOX(fused_moe_packed);
-  BOX(fused_moe_packed_out);
+#define OP(op) m.impl(#op, &int4_emu::binding::Boxed<&int4_emu::binding::op>::call);
+#include "ops.inc"
+#undef OP
 }
 
 #define INT4_EMU_API extern "C" __attribute__((visibility("default")))

@@ -1,9 +1,8 @@
 // Ops over checkpoint tensors: unpack, dequantize, repack, prepack.
 
 #include "../core/layout.h"
-#include "../cpu/api.h"
+#include "device.h"
 #include "ops.h"
-#include "runtime.h"
 
 namespace int4_emu::binding {
 namespace {
@@ -139,8 +138,8 @@ struct Repack {
   Matrix a;
   OptionalTensor in_perm, out_perm;
   void run(uint8_t* qweight, void* scales, uint8_t* zeros) const {
-    const cpu::RepackOut out{qweight, scales, zeros};
-    raise_if_error(cpu::repack(a.m, data_or_null<int32_t>(in_perm), data_or_null<int32_t>(out_perm), out, torch_parallel()), "repack");
+    const RepackOut out{qweight, scales, zeros};
+    raise_if_error(device::repack(a.m, data_or_null<int32_t>(in_perm), data_or_null<int32_t>(out_perm), out), "repack");
   }
 };
 
@@ -175,7 +174,7 @@ Tensor reorder(const Tensor& qweight, int64_t layout, int64_t bits, bool forward
   const auto* from = static_cast<const uint8_t*>(in.const_data_ptr());
   auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   const int b = static_cast<int>(bits);
-  raise_if_error(forward ? cpu::prepack(from, to, batch, n, k, b, l, torch_parallel()) : cpu::unprepack(from, to, batch, n, k, b, l, torch_parallel()),
+  raise_if_error(forward ? device::prepack(from, to, batch, n, k, b, l) : device::unprepack(from, to, batch, n, k, b, l),
                  forward ? "prepack" : "unprepack");
   return out;
 }
@@ -183,13 +182,15 @@ Tensor reorder(const Tensor& qweight, int64_t layout, int64_t bits, bool forward
 }  // namespace
 
 Tensor unpack(const Tensor& qweight, int64_t format, int64_t bits, int64_t in_features) {
+  const DeviceScope scope(qweight);
   Matrix a = codes_of(qweight, format, bits, in_features);
   Tensor out = new_tensor(qweight, a.with_batch({a.m.out_features, a.m.in_features}), ScalarType::Byte);
-  raise_if_error(cpu::unpack(a.m, static_cast<uint8_t*>(out.mutable_data_ptr()), torch_parallel()), "unpack");
+  raise_if_error(device::unpack(a.m, static_cast<uint8_t*>(out.mutable_data_ptr())), "unpack");
   return out;
 }
 
 Tensor unpack_zeros(const Tensor& qzeros, int64_t format_id, int64_t bits, int64_t out_features) {
+  const DeviceScope scope(qzeros);
   const Format format = check_format(format_id);
   check_bits(bits);
   const FormatTraits traits = format_traits(format);
@@ -210,33 +211,36 @@ Tensor unpack_zeros(const Tensor& qzeros, int64_t format_id, int64_t bits, int64
   a.m.groups = traits.scales_are_1d ? 1 : qzeros.size(o_last ? -2 : -1);
   a.m.qzeros = a.qzeros->const_data_ptr();
   Tensor out = new_tensor(qzeros, a.with_batch({a.m.out_features, a.m.groups}), ScalarType::Byte);
-  raise_if_error(cpu::unpack_zeros(a.m, static_cast<uint8_t*>(out.mutable_data_ptr()), torch_parallel()), "unpack_zeros");
+  raise_if_error(device::unpack_zeros(a.m, static_cast<uint8_t*>(out.mutable_data_ptr())), "unpack_zeros");
   return out;
 }
 
 Tensor dequantize(const Tensor& qweight, const Tensor& scales, const OptionalTensor& qzeros, const OptionalTensor& g_idx, int64_t group_size,
                   int64_t format, int64_t bits, int64_t in_features, std::optional<ScalarType> dtype) {
+  const DeviceScope scope(qweight);
   const Matrix a = dequantize_arguments(qweight, scales, qzeros, g_idx, group_size, format, bits, in_features);
   const ScalarType t = dtype.value_or(scales.scalar_type());
   if (t != ScalarType::BFloat16 && t != ScalarType::Half && t != ScalarType::Float)
     fail("dtype must be bfloat16 or float16 or float32, got ", dtype_name(t));
   Tensor out = new_tensor(qweight, a.with_batch({a.m.out_features, a.m.in_features}), t);
-  raise_if_error(cpu::dequantize(a.m, to_dtype(t), out.mutable_data_ptr(), torch_parallel()), "dequantize");
+  raise_if_error(device::dequantize(a.m, to_dtype(t), out.mutable_data_ptr()), "dequantize");
   return out;
 }
 
 void dequantize_out(const Tensor& qweight, const Tensor& scales, const OptionalTensor& qzeros, const OptionalTensor& g_idx, int64_t group_size,
                     int64_t format, int64_t bits, int64_t in_features, Tensor out) {
+  const DeviceScope scope(qweight);
   const Matrix a = dequantize_arguments(qweight, scales, qzeros, g_idx, group_size, format, bits, in_features);
   check_float(out, "out");
   check_out(out, a.with_batch({a.m.out_features, a.m.in_features}), "[..., O, I]", a.context);
   check_disjoint(out, qweight, "qweight");
   check_disjoint(out, scales, "scales");
-  raise_if_error(cpu::dequantize(a.m, to_dtype(out.scalar_type()), out.mutable_data_ptr(), torch_parallel()), "dequantize_out");
+  raise_if_error(device::dequantize(a.m, to_dtype(out.scalar_type()), out.mutable_data_ptr()), "dequantize_out");
 }
 
 std::tuple<Tensor, Tensor, Tensor> repack(const Tensor& qweight, const Tensor& scales, const OptionalTensor& qzeros, int64_t format, int64_t bits,
                                           int64_t in_features, const OptionalTensor& in_perm, const OptionalTensor& out_perm) {
+  const DeviceScope scope(qweight);
   const Repack r = repack_arguments(qweight, scales, qzeros, format, bits, in_features, in_perm, out_perm);
   const PackedMatrix& m = r.a.m;
   Tensor q = new_tensor(qweight, r.a.with_batch({m.out_features, row_bytes(m.in_features, m.bits)}), ScalarType::Byte);
@@ -248,6 +252,7 @@ std::tuple<Tensor, Tensor, Tensor> repack(const Tensor& qweight, const Tensor& s
 
 void repack_out(const Tensor& qweight, const Tensor& scales, const OptionalTensor& qzeros, int64_t format, int64_t bits, int64_t in_features,
                 const OptionalTensor& in_perm, const OptionalTensor& out_perm, Tensor out_qweight, Tensor out_scales, OptionalTensor out_qzeros) {
+  const DeviceScope scope(qweight);
   const Repack r = repack_arguments(qweight, scales, qzeros, format, bits, in_features, in_perm, out_perm);
   const PackedMatrix& m = r.a.m;
   check_dtype(out_qweight, "out_qweight", {ScalarType::Byte});
@@ -265,7 +270,13 @@ void repack_out(const Tensor& qweight, const Tensor& scales, const OptionalTenso
         out_qzeros ? static_cast<uint8_t*>(out_qzeros->mutable_data_ptr()) : nullptr);
 }
 
-Tensor prepack(const Tensor& qweight, int64_t layout, int64_t bits) { return reorder(qweight, layout, bits, true); }
-Tensor unprepack(const Tensor& qweight, int64_t layout, int64_t bits) { return reorder(qweight, layout, bits, false); }
+Tensor prepack(const Tensor& qweight, int64_t layout, int64_t bits) {
+  const DeviceScope scope(qweight);
+  return reorder(qweight, layout, bits, true);
+}
+Tensor unprepack(const Tensor& qweight, int64_t layout, int64_t bits) {
+  const DeviceScope scope(qweight);
+  return reorder(qweight, layout, bits, false);
+}
 
 }  // namespace int4_emu::binding

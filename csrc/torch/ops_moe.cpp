@@ -1,9 +1,8 @@
 // The MoE ops: routing, grouped GEMM and the whole layer.
 
 #include "../core/layout.h"
-#include "../cpu/api.h"
+#include "device.h"
 #include "ops.h"
-#include "runtime.h"
 
 namespace int4_emu::binding {
 namespace {
@@ -134,10 +133,7 @@ struct Layer {
     p.w2 = w2.w;
     p.out = out.mutable_data_ptr();
     if (p.tokens == 0 || p.hidden == 0) return;
-    const Parallel parallel = torch_parallel();
-    const size_t bytes = cpu::moe_workspace_bytes(p, parallel.threads);
-    const Workspace workspace(held[0], bytes);
-    raise_if_error(cpu::fused_moe(p, workspace.data(), bytes, parallel), op);
+    raise_if_error(device::fused_moe(p, held[0]), op);
   }
 };
 
@@ -235,17 +231,13 @@ struct Grouped {
   GroupedGemmProblem p;
   WeightArgument weight;
   Tensor x;
-  std::vector<int64_t> offsets;
+  Tensor offsets;
 
   void run(Tensor& out, const char* op) {
     p.weight = weight.w;
-    p.offsets = offsets.data();
     p.out = out.mutable_data_ptr();
     if (p.rows == 0 || p.weight.n == 0) return;
-    const Parallel parallel = torch_parallel();
-    const size_t bytes = cpu::grouped_gemm_workspace_bytes(p, parallel.threads);
-    const Workspace workspace(x, bytes);
-    raise_if_error(cpu::grouped_gemm(p, workspace.data(), bytes, parallel), op);
+    raise_if_error(device::grouped_gemm(p, offsets, x), op);
   }
 };
 
@@ -255,7 +247,7 @@ Grouped grouped_of(const Tensor& x, const Tensor& weight, const Tensor& expert_o
   check_float(x, "x");
   check_dim(weight, "weight", {3}, scales ? "[E, N, K * bits / 8]" : "[E, N, K]");
   const int64_t experts = weight.size(0), n = weight.size(1), k = x.size(1);
-  Grouped g{{}, {}, row_major(x), {}};
+  Grouped g{{}, {}, row_major(x), expert_offsets};
   if (scales) {
     const Quantization q{*scales, qzeros, perm, group_size, bits, layout};
     g.weight = packed_weight(weight, "", "weight", experts, n, k, "N", "K", q);
@@ -266,15 +258,8 @@ Grouped grouped_of(const Tensor& x, const Tensor& weight, const Tensor& expert_o
   add_bias(g.weight, bias, "bias", "[E, N]");
   check_dtype(expert_offsets, "expert_offsets", {ScalarType::Int, ScalarType::Long});
   check_shape(expert_offsets, "expert_offsets", {experts + 1}, "[E + 1]", "weight " + shape_text(weight));
-  const Tensor offsets = as_contiguous(expert_offsets);
-  int64_t last = 0;
-  for (int64_t e = 0; e <= experts; ++e) {
-    const int64_t v = offsets.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(offsets.const_data_ptr())[e]
-                                                                : static_cast<const int32_t*>(offsets.const_data_ptr())[e];
-    if (v < last || v > x.size(0))
-      fail("expert_offsets must ascend within 0..R = 0..", x.size(0), ", got ", v, " at ", e, e ? " after " + std::to_string(last) : "");
-    g.offsets.push_back(last = v);
-  }
+  g.offsets = as_contiguous(expert_offsets);
+  check_offsets(g.offsets, x.size(0));
   g.p.rows = x.size(0);
   g.p.x = g.x.const_data_ptr();
   g.p.x_stride = g.x.stride(0);
@@ -286,11 +271,12 @@ Grouped grouped_of(const Tensor& x, const Tensor& weight, const Tensor& expert_o
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_align(const Tensor& topk_ids, int64_t num_experts, int64_t block_size,
                                                      const OptionalTensor& expert_map) {
+  const DeviceScope scope(topk_ids);
   check_dim(topk_ids, "topk_ids", {2}, "[M, k]");
   check_dtype(topk_ids, "topk_ids", {ScalarType::Int, ScalarType::Long});
   if (num_experts < 0) fail("num_experts must be >= 0, got ", num_experts);
   if (block_size < 1) fail("block_size must be >= 1, got ", block_size);
-  cpu::AlignProblem p;
+  AlignProblem p;
   p.global_experts = p.experts = num_experts;
   OptionalTensor map;
   if (expert_map) {
@@ -315,12 +301,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_align(const Tensor& topk_ids, int
   p.block_experts = static_cast<int32_t*>(std::get<1>(out).mutable_data_ptr());
   p.expert_offsets = static_cast<int32_t*>(std::get<2>(out).mutable_data_ptr());
   p.num_slots = static_cast<int32_t*>(std::get<3>(out).mutable_data_ptr());
-  raise_if_error(cpu::moe_align(p), "moe_align");
+  raise_if_error(device::moe_align(p, ids), "moe_align");
   return out;
 }
 
 Tensor grouped_gemm(const Tensor& x, const Tensor& weight, const Tensor& expert_offsets, const OptionalTensor& scales, const OptionalTensor& qzeros,
                     const OptionalTensor& perm, const OptionalTensor& bias, int64_t group_size, int64_t bits, int64_t layout) {
+  const DeviceScope scope(x);
   Grouped g = grouped_of(x, weight, expert_offsets, scales, qzeros, perm, bias, group_size, bits, layout);
   Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(1)});
   g.run(out, "grouped_gemm");
@@ -329,6 +316,7 @@ Tensor grouped_gemm(const Tensor& x, const Tensor& weight, const Tensor& expert_
 
 void grouped_gemm_out(const Tensor& x, const Tensor& weight, const Tensor& expert_offsets, const OptionalTensor& scales, const OptionalTensor& qzeros,
                       const OptionalTensor& perm, const OptionalTensor& bias, int64_t group_size, int64_t bits, int64_t layout, Tensor out) {
+  const DeviceScope scope(x);
   Grouped g = grouped_of(x, weight, expert_offsets, scales, qzeros, perm, bias, group_size, bits, layout);
   check_dtype(out, "out", {x.scalar_type()});
   check_out(out, {x.size(0), weight.size(1)}, "[R, N]", "x " + shape_text(x) + ", weight " + shape_text(weight));
@@ -339,6 +327,7 @@ void grouped_gemm_out(const Tensor& x, const Tensor& weight, const Tensor& exper
 Tensor fused_moe(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2, const Tensor& topk_weights, const Tensor& topk_ids,
                  const OptionalTensor& w13_bias, const OptionalTensor& w2_bias, const OptionalTensor& expert_map, int64_t global_num_experts,
                  int64_t activation, Float limit, Float alpha, Float beta, int64_t w13_order, bool apply_router_weight_on_input) {
+  const DeviceScope scope(hidden_states);
   return run_new(dense_layer(hidden_states, w13, w2, {topk_weights, topk_ids, expert_map, global_num_experts}, w13_bias, w2_bias,
                              {activation, limit, alpha, beta, w13_order, apply_router_weight_on_input}),
                  hidden_states, "fused_moe");
@@ -347,6 +336,7 @@ Tensor fused_moe(const Tensor& hidden_states, const Tensor& w13, const Tensor& w
 void fused_moe_out(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2, const Tensor& topk_weights, const Tensor& topk_ids,
                    const OptionalTensor& w13_bias, const OptionalTensor& w2_bias, const OptionalTensor& expert_map, int64_t global_num_experts,
                    int64_t activation, Float limit, Float alpha, Float beta, int64_t w13_order, bool apply_router_weight_on_input, Tensor out) {
+  const DeviceScope scope(hidden_states);
   Layer layer = dense_layer(hidden_states, w13, w2, {topk_weights, topk_ids, expert_map, global_num_experts}, w13_bias, w2_bias,
                             {activation, limit, alpha, beta, w13_order, apply_router_weight_on_input});
   check_layer_out(out, hidden_states);
@@ -359,6 +349,7 @@ Tensor fused_moe_packed(const Tensor& hidden_states, const Tensor& w13, const Te
                         const OptionalTensor& w13_bias, const OptionalTensor& w2_bias, const OptionalTensor& expert_map, int64_t global_num_experts,
                         int64_t intermediate_size, int64_t w13_bits, int64_t w2_bits, int64_t layout, int64_t activation, Float limit, Float alpha,
                         Float beta, int64_t w13_order, bool apply_router_weight_on_input) {
+  const DeviceScope scope(hidden_states);
   return run_new(packed_layer(hidden_states, w13, w2, {topk_weights, topk_ids, expert_map, global_num_experts},
                               {w13_scales, w13_qzeros, w13_perm, w13_group_size, w13_bits, layout},
                               {w2_scales, w2_qzeros, OptionalTensor{}, w2_group_size, w2_bits, layout}, intermediate_size, w13_bias, w2_bias,
@@ -372,6 +363,7 @@ void fused_moe_packed_out(const Tensor& hidden_states, const Tensor& w13, const 
                           const OptionalTensor& w13_bias, const OptionalTensor& w2_bias, const OptionalTensor& expert_map,
                           int64_t global_num_experts, int64_t intermediate_size, int64_t w13_bits, int64_t w2_bits, int64_t layout,
                           int64_t activation, Float limit, Float alpha, Float beta, int64_t w13_order, bool apply_router_weight_on_input, Tensor out) {
+  const DeviceScope scope(hidden_states);
   Layer layer = packed_layer(hidden_states, w13, w2, {topk_weights, topk_ids, expert_map, global_num_experts},
                              {w13_scales, w13_qzeros, w13_perm, w13_group_size, w13_bits, layout},
                              {w2_scales, w2_qzeros, OptionalTensor{}, w2_group_size, w2_bits, layout}, intermediate_size, w13_bias, w2_bias,
