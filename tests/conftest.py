@@ -73,3 +73,9 @@ def poison() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables keep their words whole, wherever the suite runs."""
+    monkeypatch.setenv("COLUMNS", "160")

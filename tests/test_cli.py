@@ -122,7 +122,7 @@ def test_usage_errors(argv: list[str], sentence: str, capsys: pytest.CaptureFixt
         (["bench", "--experts", "2"], "--experts must be at least top-k = 8 of qwen3-30b-a3b, got 2"),
         (["bench", "--json", "{tmp}/no/folder.json"], "no such folder: {tmp}/no"),
         (["bench", "--plot", "{tmp}/x.exe"], "--plot must name a file ending in"),
-        (["selftest", "--backend", "abacus"], "--backend must be one of cpu, reference, got abacus"),
+        (["selftest", "--backend", "abacus"], "--backend must be one of cpu, gpu, reference, got abacus"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -264,3 +265,17 @@ def check_moe_out(out: Tensor, hidden_states: Tensor) -> None:
     c.check_device(hidden_states, "hidden_states", out=out)
     c.check_dtype(out, "out", (hidden_states.dtype,))
     c.check_out(out, list(hidden_states.shape), "[M, H]", f"hidden_states {list(hidden_states.shape)}")
+
+
+def check_known_ids(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> None:
+    """Under INT4_EMU_CHECK_IDS=1: an id that is neither -1 nor a known expert raises. Reads the ids on the host."""
+    if os.environ.get("INT4_EMU_CHECK_IDS") != "1":
+        return
+    known = num_experts if expert_map is None else expert_map.numel()
+    bad = ((topk_ids < -1) | (topk_ids >= known)).flatten().nonzero().flatten()
+    if bad.numel():
+        slot = int(bad[0])
+        raise ValueError(
+            f"topk_ids must be -1 (unrouted) or 0..E-1 = 0..{known - 1}, got {int(topk_ids.flatten()[slot])} at slot {slot} "
+            "(INT4_EMU_CHECK_IDS=1)"
+        )

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 
 class Format(IntEnum):
-    """How a checkpoint stores the codes, zero points and scales of one projection (see docs/formats in the README)."""
+    """How a checkpoint stores the codes, zero points and scales of one projection (see docs/formats.md)."""
 
     canonical = 0
     compressed_tensors = 1

@@ -5,7 +5,6 @@ Op names, argument order and results are those of `schemas.inc`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -233,32 +232,16 @@ FAKES: dict[str, Callable[..., Any]] = {
 # --- the reference as the kernel of every device that has no compiled one ---------------------------------------------------------
 
 
-def _check_ids_mode(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """INT4_EMU_CHECK_IDS=1: an id that is neither -1 nor a known expert raises."""
-    if os.environ.get("INT4_EMU_CHECK_IDS") != "1":
-        return
-    ids = args[0] if op == "moe_align" else args[4]
-    expert_map = options.get("expert_map")
-    known = (
-        expert_map.numel() if expert_map is not None else args[1] if op == "moe_align" else args[1].shape[0]
-    )
-    bad = ((ids < -1) | (ids >= known)).flatten().nonzero().flatten()
-    if bad.numel():
-        slot = int(bad[0])
-        raise ValueError(
-            f"topk_ids must be -1 (unrouted) or 0..E-1 = 0..{known - 1}, got {int(ids.flatten()[slot])} at slot {slot} "
-            "(INT4_EMU_CHECK_IDS=1)"
-        )
-
-
 def _reference_kernel(op: str) -> Callable[..., Any]:
     run = getattr(reference, op.removesuffix("_out"))
     check = FAKES[op]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        if op == "moe_align" or op.startswith("fused_moe"):
-            _check_ids_mode(op, args, kwargs)
+        if op == "moe_align":
+            _checks_moe.check_known_ids(args[0], args[1], kwargs.get("expert_map"))
+        elif op.startswith("fused_moe"):
+            _checks_moe.check_known_ids(args[4], args[1].shape[0], kwargs.get("expert_map"))
         if not op.endswith("_out"):
             return run(*args, **kwargs)
         outs = [
@@ -333,6 +316,7 @@ def _autograd_kernel(op: str) -> Callable[..., Any]:
 def register() -> None:
     """Loads the library and completes the registrations; called once by `int4_emu.ops`."""
     compiled = _library.is_compiled()
+    _library.gpu_architectures()  # registers the GPU kernels, where they were built
     library = torch.library.Library("int4_emu", "FRAGMENT" if compiled else "DEF")
     _registrations.append(library)
     if not compiled:

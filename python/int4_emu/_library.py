@@ -17,6 +17,8 @@ import torch
 log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parent
+# As in csrc/core/types.h.
+_DTYPE_NUMBER = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def schemas() -> list[str]:
@@ -28,10 +30,10 @@ def _find() -> Path:
     override = os.environ.get("INT4_EMU_LIBRARY")
     if override:
         return Path(override)
-    found = sorted(p for p in _PACKAGE.glob("_C*") if p.suffix in (".so", ".pyd", ".dylib"))
+    found = sorted(p for p in _PACKAGE.glob("_C.*") if p.suffix in (".so", ".pyd", ".dylib"))
     if not found:
         raise OSError(
-            f"no compiled library _C*.so in {_PACKAGE} (built with `pip install --no-build-isolation .`?)"
+            f"no compiled library _C.*.so in {_PACKAGE} (built with `pip install --no-build-isolation .`?)"
         )
     return found[0]
 
@@ -51,6 +53,23 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
             reason += f" (built with {built})"
         log.warning("int4_emu: %s; the PyTorch reference backend serves instead", reason)
         return None, reason
+
+
+@cache
+def _load_gpu() -> tuple[ctypes.CDLL | None, str | None]:
+    """The GPU kernels, which register themselves under the ops of the first library; needs no GPU to load."""
+    if not is_compiled():
+        return None, load_error()
+    found = sorted(_PACKAGE.glob("_C_gpu.*so"))
+    if not found:
+        return None, "this build has no GPU kernels (INT4_EMU_GPU=1 builds them)"
+    try:
+        torch.ops.load_library(str(found[0]))
+        return ctypes.CDLL(str(found[0])), None
+    except (OSError, RuntimeError) as error:
+        said = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        log.warning("int4_emu: the GPU kernels did not load: %s", said)
+        return None, f"the GPU kernels did not load: {said}"
 
 
 def _built_for(path: Path | None) -> str | None:
@@ -94,7 +113,26 @@ def cpu_isa() -> tuple[str | None, str]:
     return _text("int4_emu_cpu_isa"), _text("int4_emu_cpu_isa_reasons") or ""
 
 
+def gpu_architectures() -> tuple[str | None, str | None]:
+    """(what the GPU kernels were compiled for, None) or (None, why there are none)."""
+    library, reason = _load_gpu()
+    if library is None:
+        return None, reason
+    library.int4_emu_gpu_architectures.restype = ctypes.c_char_p
+    return library.int4_emu_gpu_architectures().decode(), None
+
+
+def gpu_atom(device: int, dtype: torch.dtype) -> tuple[str | None, str]:
+    """(instruction family that serves an x of `dtype` on this GPU or None, why not the better ones or any)."""
+    library, reason = _load_gpu()
+    if library is None:
+        return None, reason or ""
+    why = ctypes.create_string_buffer(512)
+    library.int4_emu_gpu_atom.restype = ctypes.c_char_p
+    atom = library.int4_emu_gpu_atom(device, _DTYPE_NUMBER[dtype], why, len(why))
+    return None if atom is None else atom.decode(), why.value.decode()
+
+
 def packed_numerics(dtype: torch.dtype) -> str:
     """`exact` (weights meet x in fp32) or `rounded` (once, to x's dtype) for the compiled packed kernels."""
-    number = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[dtype]
-    return _text("int4_emu_packed_numerics", number) or "exact"
+    return _text("int4_emu_packed_numerics", _DTYPE_NUMBER[dtype]) or "exact"

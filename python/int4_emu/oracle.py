@@ -61,6 +61,10 @@ def select_backend(
     if asked is not None and asked not in known:
         source = "backend" if backend else ENVIRONMENT
         raise ValueError(f"{source} must be one of {', '.join(known)}, got {asked!r}")
+    if asked is None:
+        for known_backend in known.values():
+            if broken := known_backend.broken_choice(config):
+                raise BackendError(broken)
     rejections: list[tuple[str, str]] = []
     for name in [asked] if asked else known:
         reasons = known[name].is_supported(config, weights)

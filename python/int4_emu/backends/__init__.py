@@ -8,9 +8,18 @@ from importlib.metadata import entry_points
 
 from .base import Backend, MoEWeights, WeightsMode
 from .cpu import CpuBackend
+from .gpu import GpuBackend
 from .reference import ReferenceBackend
 
-__all__ = ["Backend", "CpuBackend", "MoEWeights", "ReferenceBackend", "WeightsMode", "all_backends"]
+__all__ = [
+    "Backend",
+    "CpuBackend",
+    "GpuBackend",
+    "MoEWeights",
+    "ReferenceBackend",
+    "WeightsMode",
+    "all_backends",
+]
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +27,7 @@ log = logging.getLogger(__name__)
 @cache
 def all_backends() -> dict[str, Backend]:
     """Name to backend: this package's compiled ones, other packages', and the reference last."""
-    found: dict[str, Backend] = {"cpu": CpuBackend()}
+    found: dict[str, Backend] = {"cpu": CpuBackend(), "gpu": GpuBackend()}
     for point in entry_points(group="int4_emu.backends"):
         try:
             backend = point.load()()

@@ -45,6 +45,10 @@ class Backend(ABC):
     def is_supported(self, config: MoEConfig, weights: WeightsMode) -> list[str]:
         """Every reason against serving this layer, each completing "not used since ..."; empty = it can."""
 
+    def broken_choice(self, config: MoEConfig) -> str | None:
+        """Why a choice that the user made for this backend cannot be honoured; such a layer is served by none."""
+        return None
+
     def layout(self, config: MoEConfig) -> Layout:
         """The order in which this backend wants the codes of a packed layer (`ops.prepack`)."""
         return Layout.canonical

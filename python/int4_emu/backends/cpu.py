@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class CpuBackend(Backend):
             if isa is None:
                 reasons.append(why)
         return reasons
+
+    def broken_choice(self, config: MoEConfig) -> str | None:
+        if torch.device(config.device).type != "cpu" or not os.environ.get("INT4_EMU_CPU_ISA"):
+            return None
+        isa, why = _library.cpu_isa()
+        return why if _library.is_compiled() and isa is None else None
 
     def describe(self, config: MoEConfig, weights: WeightsMode) -> str:
         isa = _library.cpu_isa()[0]

@@ -36,5 +36,6 @@ class ReferenceBackend(Backend):
     ) -> Tensor:
         arguments = op_arguments(weights, hidden_states, topk_weights, topk_ids, options)
         _checks_moe.check_fused_moe(**arguments)
+        _checks_moe.check_known_ids(topk_ids, weights.w13.shape[0], options.get("expert_map"))
         run = reference.fused_moe if weights.w13_scales is None else reference.fused_moe_packed
         return run(**arguments)

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "INT4_EMU_CPU_ISA": "CPU instruction set: portable, avx2, avx512 or amx",
     "INT4_EMU_LIBRARY": "path of another compiled library",
     "INT4_EMU_CHECK_IDS": "1: an expert id out of range raises instead of being unrouted",
+    "INT4_EMU_GPU": "1 or 0, while building: the GPU kernels or not",
     "INT4_EMU_NATIVE_TESTS": "1, while building: also build the module of the native tests",
 }
 
@@ -93,10 +94,8 @@ def _build() -> list[tuple[str, str]]:
     lines.append(
         ("packed weights", ", ".join(f"{kind} with {name} activations" for name, kind in rounding.items()))
     )
-    gpu = [b.name for b in all_backends().values() if b.is_compiled and b.name != "cpu"]
-    lines.append(
-        ("GPU kernels", ", ".join(gpu) if gpu else "not in this build; the reference backend runs on GPUs")
-    )
+    architectures, why = _library.gpu_architectures()
+    lines.append(("GPU kernels", architectures or f"{why}; the reference backend runs on GPUs"))
     return lines
 
 
