@@ -171,7 +171,9 @@ def _load_tokenizer(folder: Path) -> Any:
 
     transformers = _import_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 

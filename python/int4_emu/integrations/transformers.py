@@ -16,6 +16,7 @@ import torch
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..model_config import quantization_config
+from ..projection_reader import ContradictingZeros
 from ._plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ def from_pretrained(
     device: torch.device | str | int | None = None,
     strict: bool = True,
     progress: bool = True,
+    zero_point_format: str | None = None,
+    contradicting_zeros: ContradictingZeros = "raise",
     **hf_kwargs: Any,
 ) -> Any:
     """Loads a quantised checkpoint folder as a transformers model that runs on int4_emu.
@@ -104,6 +107,8 @@ def from_pretrained(
         device: device of the whole model; None is the CPU, or what `device_map` says.
         strict: tensors that the model has no use for raise; False only logs them. Missing ones always raise.
         progress: shows a bar.
+        zero_point_format, contradicting_zeros: as in `int4_emu.Checkpoint`, for files whose zero points belie
+            their configuration.
         **hf_kwargs: passed on to transformers: `attn_implementation`, `config`, `device_map`, `max_memory`,
             attributes of the configuration, and so on.
 
@@ -124,6 +129,8 @@ def from_pretrained(
     for name, why in _REFUSED.items():
         if hf_kwargs.pop(name, None) is not None:
             raise ValueError(f"int4_emu.from_pretrained does not take {name}: {why}")
+    if hf_kwargs.pop("trust_remote_code", False):
+        raise ValueError("int4_emu.from_pretrained never runs code from a checkpoint folder: trust_remote_code must be False")
     if device is not None and hf_kwargs.get("device_map") is not None:
         raise ValueError(
             "give device or device_map, not both; "
@@ -132,7 +139,9 @@ def from_pretrained(
     target = None if device is None else torch.device(device)
     want_info = hf_kwargs.pop("output_loading_info", False)
 
-    checkpoint = Checkpoint(path, strict=strict)
+    checkpoint = Checkpoint(
+        path, strict=strict, zero_point_format=zero_point_format, contradicting_zeros=contradicting_zeros
+    )
     config, kwargs = _read_config(transformers, path, hf_kwargs)
     model_class = _model_class(transformers, config)
     plan = Plan(checkpoint, weights=weights, dtype=dtype)
@@ -185,13 +194,16 @@ def _read_config(
                 os.fspath(given if given is not None else path),
                 return_unused_kwargs=True,
                 local_files_only=True,
+                # Unset, transformers asks on a terminal whether to run the folder's own code.
+                trust_remote_code=False,
                 **hf_kwargs,
             )
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{Path(path) / 'config.json'} is no configuration that transformers reads: {error}"
             ) from error
-        unused.pop("local_files_only", None)
+        for name in ("local_files_only", "trust_remote_code"):
+            unused.pop(name, None)
         kwargs = {**unused, **kwargs}
     # Our wrapper goes in as an argument: left in place, the stock quantiser of that name would take over.
     for part in (config, config.get_text_config()):
