@@ -275,3 +275,29 @@ def test_dequantize_out_writes_into_the_given_tensor(compiled: ModuleType, rng: 
     assert compiled.dequantize(*args, group_size=8, format=ID["awq"], out=out) is out
     assert torch.equal(big[1:3], expect(exact, torch.float16, torch.float32))
     assert big[0].isnan().all() and big[3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("group_size", [32, 1120])
+@pytest.mark.parametrize(
+    "name", ["gptq_v1", "gptq_v1_nibble", "awq", "quark_int_reorder", "quark_uint_order"]
+)
+def test_matrices_beyond_one_block(
+    ops: ModuleType, name: str, group_size: int, dtype: torch.dtype, rng: np.random.Generator
+) -> None:
+    """Formats with the columns outermost go block by block; the larger stack also writes past the caches."""
+    for experts, rows, columns in [(1, 8, 16), (2, 136, 1104), (2, 1416, 1488)]:
+        size = min(group_size, columns)
+        fmt, groups = ID[name], -(-columns // size)
+        stored_codes = (columns // 8, rows) if "gptq" in name else (columns, rows // 8)
+        codes, zeros = (
+            torch.from_numpy(rng.integers(-(2**31), 2**31, (experts, *shape), np.int32))
+            for shape in (stored_codes, (groups, rows // 8))
+        )
+        scales = torch.from_numpy(rng.standard_normal((experts, groups, rows), np.float32)).half()
+        scales[0, 0, 0] = float("inf")
+        got = ops.dequantize(codes, scales, zeros, group_size=size, format=fmt, dtype=dtype)
+        true_zeros = ops.unpack_zeros(zeros, format=fmt).repeat_interleave(size, 2)[..., :columns]
+        wide = scales.float().transpose(1, 2).repeat_interleave(size, 2)[..., :columns]
+        expected = (ops.unpack(codes, format=fmt).float() - true_zeros) * wide
+        torch.testing.assert_close(got, expected.to(dtype), rtol=0, atol=0, equal_nan=True)

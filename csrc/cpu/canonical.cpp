@@ -130,6 +130,36 @@ const uint8_t* CanonicalReader::transposed_source(int64_t b, int64_t o0, int64_t
   return matrix(b) + k0 / codes_per_word() * source_row_ + o0 * 4;
 }
 
+bool CanonicalReader::describe(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const {
+  const int64_t columns = m_.in_features, rows = m_.out_features;
+  const bool whole = columns % 16 == 0 && rows % 8 == 0 && (m_.group_size % 16 == 0 || m_.groups == 1);
+  if (!traits_.transposed || m_.bits != 4 || m_.g_idx != nullptr || !whole) return false;
+  a.codes = transposed_source(b, o0, 0);
+  a.code_step = source_row_;
+  a.packed_along_out = traits_.packed_along_out;
+  a.interleaved = traits_.interleaved;
+  a.flip = flip_;
+  const int64_t group0 = b * m_.groups;
+  a.scales = static_cast<const char*>(m_.scales) + (group0 * rows + o0) * dtype_bytes(m_.scale_dtype);
+  a.scale_dtype = m_.scale_dtype;
+  a.scale_step = rows;
+  a.zero_step = rows / 2;
+  a.zeros = m_.qzeros ? static_cast<const uint8_t*>(m_.qzeros) + group0 * a.zero_step + o0 / 2 : nullptr;
+  a.zero_word_add = zero_word_add();
+  a.zero_code_add = static_cast<int>(zero_code_add());
+  a.n = n;
+  a.k = columns;
+  a.group_size = m_.group_size;
+  return true;
+}
+
+// GPTQ v1 writers subtract from the whole word, with borrow: the inverse adds to the whole word and wraps.
+uint32_t CanonicalReader::zero_word_add() const {
+  return traits_.zeros != FormatTraits::Zeros::word_minus_one ? 0u : (m_.bits == 4 ? 0x11111111u : 0x01010101u);
+}
+
+uint32_t CanonicalReader::zero_code_add() const { return traits_.zeros == FormatTraits::Zeros::code_minus_one ? 1u : 0u; }
+
 void CanonicalReader::read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, int64_t k, uint8_t* out, int64_t stride) const {
   const int64_t kw = codes_per_word(), words = ceil_div(k, kw);
   if (traits_.transposed) {
@@ -205,10 +235,7 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, i
     }
     return;
   }
-  const uint32_t mask = m_.bits == 4 ? 0xfu : 0xffu;
-  // GPTQ v1 writers subtract from the whole word, with borrow: the inverse adds to the whole word and wraps.
-  const uint32_t word_add = traits_.zeros != FormatTraits::Zeros::word_minus_one ? 0u : (m_.bits == 4 ? 0x11111111u : 0x01010101u);
-  const uint32_t code_add = traits_.zeros == FormatTraits::Zeros::code_minus_one ? 1u : 0u;
+  const uint32_t mask = m_.bits == 4 ? 0xfu : 0xffu, word_add = zero_word_add(), code_add = zero_code_add();
   // Bit position of each row of a word's kw.
   int shift[8];
   for (int lane = 0; lane < kw; ++lane) shift[lane] = m_.bits * (traits_.interleaved && m_.bits == 4 ? lane / 2 + lane % 2 * 4 : lane);

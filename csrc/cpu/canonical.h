@@ -7,6 +7,7 @@
 #include "../core/layout.h"
 #include "../core/problem.h"
 #include "../core/status.h"
+#include "tile.h"
 
 namespace int4_emu::cpu {
 
@@ -30,6 +31,9 @@ class CanonicalReader {
   // True zero points, out [n][c]; m.qzeros must be given.
   void read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, int64_t c, uint8_t* out) const;
 
+  // Fills in all but the output for rows o0..o0+n of matrix b; false where the sizes or the format do not suit that function.
+  bool describe(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const;
+
   int64_t row_multiple() const { return traits_.transposed ? 8 : 1; }
   // Rows per block and columns per slice at which reads and the caller's writes are long runs, and the scratch stays in L2.
   int64_t block_rows() const { return traits_.transposed ? (traits_.packed_along_out ? 256 : 128) : 16; }
@@ -43,6 +47,9 @@ class CanonicalReader {
   // First byte of the stored matrix b; of column k0 and row o0 in a transposed one.
   const uint8_t* matrix(int64_t b) const { return static_cast<const uint8_t*>(m_.qweight) + b * source_size_; }
   const uint8_t* transposed_source(int64_t b, int64_t o0, int64_t k0) const;
+  // What turns a stored word of zeros, and then each of its codes, into true zero points.
+  uint32_t zero_word_add() const;
+  uint32_t zero_code_add() const;
 
   const PackedMatrix& m_;
   FormatTraits traits_;

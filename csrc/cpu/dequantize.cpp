@@ -126,12 +126,41 @@ class Dequantizer {
   int64_t columns_, stride_, slices_, ranges_;  // columns of a tile, bytes between scratch rows, tiles along I and along O
 };
 
+// Rows of one task of the instruction set's own function for transposed formats: a cache line of words packed along O.
+constexpr int64_t kTransposedRows = 128;
+// An output of this many bytes leaves the caches before anyone reads it.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
+// False where that function or this matrix does not allow it.
+bool dequantize_transposed(const PackedMatrix& m, const CanonicalReader& reader, DType out_dtype, void* out, const Parallel& parallel) {
+  const auto run = active_table().dequantize_transposed;
+  DequantizeTransposedArgs probe;
+  if (run == nullptr || !reader.describe(0, 0, 0, probe)) return false;
+  const int64_t ranges = ceil_div(m.out_features, kTransposedRows);
+  const int64_t bytes = m.batch * m.out_features * m.in_features * dtype_bytes(out_dtype);
+  const bool stream = bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(out) % 32 == 0;
+  parallel.for_each(m.batch * ranges, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / ranges, o0 = i % ranges * kTransposedRows, left = m.out_features - o0;
+      DequantizeTransposedArgs args;
+      reader.describe(b, o0, left < kTransposedRows ? left : kTransposedRows, args);
+      args.out = static_cast<char*>(out) + (b * m.out_features + o0) * m.in_features * dtype_bytes(out_dtype);
+      args.ld = m.in_features;
+      args.out_dtype = out_dtype;
+      args.stream = stream;
+      run(args);
+    }
+  });
+  return true;
+}
+
 }  // namespace
 
 Status dequantize(const PackedMatrix& m, DType out_dtype, void* out, const Parallel& parallel) {
   if (Status s = check_isa(); !s) return s;
   const CanonicalReader reader(m);
   if (Status s = reader.check(); !s) return s;
+  if (dequantize_transposed(m, reader, out_dtype, out, parallel)) return {};
   const Dequantizer dequantizer(m, reader, out_dtype, out);
   std::atomic<bool> ok{true};
   parallel.for_each(dequantizer.tiles(), 1, [&](int64_t begin, int64_t end) {

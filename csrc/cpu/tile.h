@@ -44,6 +44,28 @@ struct GemmArgs {
   bool accumulate;        // false: overwrite
 };
 
+// int4 codes stored with the input columns outermost, dequantised to rows 0..n, columns 0..k of `out`: (q - z) * s, one rounding. n is a
+// multiple of 8 and starts on a word of zeros, k and group_size are multiples of 16 (or the columns lie in one group).
+struct DequantizeTransposedArgs {
+  const uint8_t* codes;   // words [k][O / 8] when packed along O, else [k / 8][O]
+  int64_t code_step;      // bytes between rows of words
+  bool packed_along_out;
+  bool interleaved;       // AWQ: row r of eight sits in slot 0,4,1,5,2,6,3,7, in codes packed along O and in zeros
+  uint32_t flip;          // xor of a word that makes two's complement codes and zeros unsigned
+  const void* scales;     // [groups][O]
+  DType scale_dtype;
+  int64_t scale_step;     // elements between groups
+  const uint8_t* zeros;   // words [groups][O / 8], or null: 8
+  int64_t zero_step;      // bytes between groups
+  uint32_t zero_word_add; // added to a word of zeros, which wraps, before the flip
+  int zero_code_add;      // added to each zero point, modulo 16
+  int64_t n, k, group_size;
+  void* out;
+  int64_t ld;             // elements between rows
+  DType out_dtype;
+  bool stream;            // write past the caches; out and its rows are then aligned to 32 bytes
+};
+
 struct ComputeFunctions {
   size_t (*packed_x_bytes)(int64_t m, int64_t k);
   void (*pack_x)(const PackXArgs&);
@@ -63,6 +85,7 @@ struct TileTable {
   // One row of dequantised weights from canonical codes: out[k] = (q - z[k / group_size]) * s[k / group_size], one rounding.
   void (*dequantize_row)(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k, int64_t group_size,
                          void* out, DType out_dtype);
+  void (*dequantize_transposed)(const DequantizeTransposedArgs&);  // null: dequantize_row is all there is
   // Called once per thread before and after a run of gemm calls (AMX tile configuration); may be null.
   void (*begin_thread)();
   void (*end_thread)();

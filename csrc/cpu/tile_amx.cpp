@@ -13,6 +13,7 @@
 // (order matters: each builds on the one before)
 #include "simd_math.h"
 #include "simd_decode.h"
+#include "simd_transposed.h"
 #include "simd_tile.h"
 #include "simd_bf16.h"
 
@@ -258,6 +259,7 @@ const TileTable kTable = {"amx",
                           activate,
                           combine,
                           dequantize_row,
+                          dequantize_transposed,
                           begin_thread,
                           end_thread};
 

@@ -7,6 +7,7 @@
 // (order matters: each builds on the one before)
 #include "simd_math.h"
 #include "simd_decode.h"
+#include "simd_transposed.h"
 #include "simd_tile.h"
 
 namespace int4_emu::cpu {
@@ -20,6 +21,7 @@ const TileTable kTable = {"avx2",
                           activate,
                           combine,
                           dequantize_row,
+                          dequantize_transposed,
                           nullptr,
                           nullptr};
 

@@ -7,6 +7,7 @@
 // (order matters: each builds on the one before)
 #include "simd_math.h"
 #include "simd_decode.h"
+#include "simd_transposed.h"
 #include "simd_tile.h"
 #include "simd_bf16.h"
 
@@ -25,6 +26,7 @@ const TileTable kTable = {"avx512",
                           activate,
                           combine,
                           dequantize_row,
+                          dequantize_transposed,
                           nullptr,
                           nullptr};
 

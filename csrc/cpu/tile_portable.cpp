@@ -235,6 +235,7 @@ const TileTable* portable_table() {
                                   combine,
                                   portable_dequantize_row,
                                   nullptr,
+                                  nullptr,
                                   nullptr};
   return &table;
 }

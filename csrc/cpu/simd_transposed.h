@@ -1,0 +1,191 @@
+// int4 matrices that a checkpoint stores with the input columns outermost (GPTQ, AWQ, Quark) straight to rows of weights.
+//
+// Eight neighbouring output rows are the lanes: there one load serves their scales or zero points, and no code moves before it has
+// its value. Then 8 x 8 words, each two columns of a 16-bit type or one of fp32, are transposed into runs of the rows. Always 256 bits
+// wide: wider sets are held up by memory here. Included after simd_math.h.
+#pragma once
+
+namespace int4_emu::cpu {
+namespace {
+
+constexpr int64_t kRowLanes = 8;
+// A piece of the stored matrix that stays in cache while its rows are written: [columns][16] words along O, or [columns / 8][128] along
+// I. Its width is also the run of each row that is written at once.
+constexpr int64_t kPieceRows = 128, kPieceColumns = 512;
+
+// bits of rows[i] lane j <-> bits of rows[j] lane i.
+inline void transpose8(__m256i rows[8]) {
+  __m256i a[8], b[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+    rows[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+  }
+}
+
+// fp32 to bf16 in the high half of each lane, to nearest, ties to even; the low half is left over. Without kNan no input may be a NaN.
+template <bool kNan>
+inline __m256i bf16_high(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  if constexpr (!kNan) return rounded;
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+}
+
+// Two columns as one word a lane, the even one in the low half.
+template <DType D, bool kNan>
+inline __m256i column_pair(__m256 even, __m256 odd) {
+  if constexpr (D == DType::bf16) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(bf16_high<kNan>(even), 16), bf16_high<kNan>(odd), 0xaa);
+  } else {
+    const auto half = [](__m256 a) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); };
+    return _mm256_or_si256(half(even), _mm256_slli_epi32(half(odd), 16));
+  }
+}
+
+// Where the code of row r of eight sits in a word packed along O.
+inline __m256i row_shifts(bool interleaved) {
+  return interleaved ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28) : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+}
+
+inline __m256i broadcast_word(const uint8_t* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+
+inline __m256 load_scales8(const DequantizeTransposedArgs& a, int64_t group, int64_t row) {
+  const int64_t i = group * a.scale_step + row;
+  if (a.scale_dtype == DType::f32) return _mm256_loadu_ps(static_cast<const float*>(a.scales) + i);
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(a.scales) + i));
+  if (a.scale_dtype == DType::f16) return _mm256_cvtph_ps(bits);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+inline __m256 load_zeros8(const DequantizeTransposedArgs& a, int64_t group, int64_t row) {
+  if (a.zeros == nullptr) return _mm256_set1_ps(8.f);
+  const __m256i word = _mm256_add_epi32(broadcast_word(a.zeros + group * a.zero_step + row / 2), _mm256_set1_epi32(static_cast<int>(a.zero_word_add)));
+  const __m256i code = _mm256_srlv_epi32(_mm256_xor_si256(word, _mm256_set1_epi32(static_cast<int>(a.flip))), row_shifts(a.interleaved));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_add_epi32(code, _mm256_set1_epi32(a.zero_code_add)), _mm256_set1_epi32(15)));
+}
+
+// Columns of eight rows that share their group, a multiple of 16 of them. `piece` points at the strip's words of the first column.
+template <DType D, bool kAlongOut, bool kNan>
+inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, __m256 zero_point, __m256 scale, int64_t k, char* out, int64_t row_bytes) {
+  constexpr int kPerWord = D == DType::f32 ? 1 : 2, kColumns = 8 * kPerWord;
+  const __m256i mask = _mm256_set1_epi32(15);
+  for (int64_t k0 = 0; k0 < k; k0 += kColumns, out += 32) {
+    __m256i rows[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      __m256 value[kPerWord];
+#pragma GCC unroll 2
+      for (int j = 0; j < kPerWord; ++j) {
+        const int column = i * kPerWord + j;
+        __m256i code;
+        if constexpr (kAlongOut) {
+          code = _mm256_srlv_epi32(_mm256_xor_si256(broadcast_word(piece + (k0 + column) * (kPieceRows / 2)), flip), shifts);
+        } else {
+          const uint8_t* words = piece + (k0 + column / 8 * 8) * (kPieceRows / 2);
+          code = _mm256_srli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)), column % 8 * 4);
+        }
+        value[j] = _mm256_mul_ps(_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(code, mask)), zero_point), scale);
+      }
+      if constexpr (D == DType::f32) rows[i] = _mm256_castps_si256(value[0]);
+      else rows[i] = column_pair<D, kNan>(value[0], value[1]);
+    }
+    transpose8(rows);
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; ++r) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + r * row_bytes), rows[r]);
+  }
+}
+
+// Rows of words, `bytes` of each.
+inline void copy_piece(const uint8_t* from, int64_t step, int64_t stored_rows, int64_t bytes, int64_t piece_step, uint8_t* piece) {
+  for (int64_t i = 0; i < stored_rows; ++i, from += step, piece += piece_step) {
+    if (bytes == 64) __builtin_memcpy(piece, from, 64);
+    else __builtin_memcpy(piece, from, bytes);
+  }
+}
+
+// A multiple of 32 bytes. Streamed, they go to memory without being read first.
+template <bool kStream>
+inline void copy_run(char* to, const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 32) {
+    const __m256i v = _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i));
+    if constexpr (kStream) _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), v);
+    else _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), v);
+  }
+}
+
+template <DType D, bool kAlongOut>
+void dequantize_pieces(const DequantizeTransposedArgs& a) {
+  // Rows of weights collect here and leave one after the other: in the output they may lie a power of two apart, which would have them
+  // fight for one cache set. Here they lie a line more than that.
+  constexpr int64_t kBufferRow = kPieceColumns * kBytes<D> + 64;
+  alignas(64) uint8_t piece[kPieceRows * kPieceColumns / 2];
+  alignas(64) char buffer[kRowLanes * kBufferRow];
+  constexpr int64_t kWordColumns = kAlongOut ? 1 : 8;
+  const __m256i shifts = row_shifts(a.interleaved), flip = _mm256_set1_epi32(static_cast<int>(a.flip));
+  const int64_t row_bytes = a.ld * kBytes<D>;
+  for (int64_t o0 = 0; o0 < a.n; o0 += kPieceRows) {
+    const int64_t rows = a.n - o0 < kPieceRows ? a.n - o0 : kPieceRows;
+    for (int64_t k0 = 0; k0 < a.k; k0 += kPieceColumns) {
+      const int64_t k1 = k0 + kPieceColumns < a.k ? k0 + kPieceColumns : a.k;
+      copy_piece(a.codes + k0 / kWordColumns * a.code_step + o0 / 2 * kWordColumns, a.code_step, (k1 - k0) / kWordColumns, rows / 2 * kWordColumns,
+                 kPieceRows / 2 * kWordColumns, piece);
+      for (int64_t o = 0; o < rows; o += kRowLanes) {
+        for (int64_t p = k0; p < k1;) {
+          const int64_t group = p / a.group_size, group_end = (group + 1) * a.group_size, end = group_end < k1 ? group_end : k1;
+          const __m256 zero_point = load_zeros8(a, group, o0 + o), scale = load_scales8(a, group, o0 + o);
+          const uint8_t* words = piece + (p - k0) * (kPieceRows / 2) + o / 2 * kWordColumns;
+          char* out = buffer + (p - k0) * kBytes<D>;
+          // Finite scales make no NaN: a product that overflows is infinite.
+          const __m256 nothing = _mm256_sub_ps(scale, scale);
+          if (_mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q)) == 0) {
+            decode_strip<D, kAlongOut, false>(words, shifts, flip, zero_point, scale, end - p, out, kBufferRow);
+          } else {
+            decode_strip<D, kAlongOut, true>(words, shifts, flip, zero_point, scale, end - p, out, kBufferRow);
+          }
+          p = end;
+        }
+        char* out = static_cast<char*>(a.out) + (o0 + o) * row_bytes + k0 * kBytes<D>;
+        for (int64_t r = 0; r < kRowLanes; ++r) {
+          const char* run = buffer + r * kBufferRow;
+          if (a.stream) copy_run<true>(out + r * row_bytes, run, (k1 - k0) * kBytes<D>);
+          else copy_run<false>(out + r * row_bytes, run, (k1 - k0) * kBytes<D>);
+        }
+      }
+    }
+  }
+  if (a.stream) _mm_sfence();
+}
+
+template <DType D>
+void dequantize_transposed_to(const DequantizeTransposedArgs& a) {
+  if (a.packed_along_out) dequantize_pieces<D, true>(a);
+  else dequantize_pieces<D, false>(a);
+}
+
+void dequantize_transposed(const DequantizeTransposedArgs& a) {
+  if (a.out_dtype == DType::f32) dequantize_transposed_to<DType::f32>(a);
+  else if (a.out_dtype == DType::f16) dequantize_transposed_to<DType::f16>(a);
+  else dequantize_transposed_to<DType::bf16>(a);
+}
+
+}  // namespace
+}  // namespace int4_emu::cpu
