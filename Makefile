@@ -11,7 +11,7 @@ run: $(STAMP)  ## let the embedded model speak
 	$(PY) -m int4_emu run
 
 test: $(STAMP)  ## the default suite
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto
 
 bench: $(STAMP)  ## layers of real models: time, share of the floor, error
 	$(PY) -m int4_emu bench

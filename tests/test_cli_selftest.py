@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from int4_emu import ops
+from int4_emu import MoEConfig, QuantConfig, ops
 from int4_emu.backends import ReferenceBackend, all_backends
 from int4_emu.cli import _checks, main
 from int4_emu.cli._problems import formats
@@ -23,7 +23,10 @@ def test_selftest_passes_and_names_everything(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("passed: ")
     assert not [line for line in lines if line.startswith("FAIL")]
-    for backend in all_backends():
+    layer = MoEConfig(64, 32, 4, 2, torch.bfloat16, "cpu", QuantConfig.int4_w4a16(32))
+    serving = [name for name, b in all_backends().items() if not b.is_supported(layer, "packed")]
+    assert "cpu" in serving and "reference" in serving
+    for backend in serving:
         for fmt, bits in formats():
             for mode in ("packed", "dequantized"):
                 wanted = f"{mode} {fmt.name} int{bits}"
