@@ -82,6 +82,13 @@ class Projection {
   bool same_type_;  // dense weights already in the compute type
 };
 
+// The caller's pool, or none where waking it up takes longer than the work: `rows` rows over `experts` experts of `weights` weights each.
+// Decoding a weight costs about as much as two multiply-adds, and a million of either about 0.1 ms.
+inline Parallel pool_for(const Parallel& parallel, int64_t rows, int64_t experts, int64_t weights) {
+  constexpr int64_t kSerialWork = int64_t{1} << 20;
+  return (experts < rows ? experts : rows) * weights + rows * weights / 2 < kSerialWork ? Parallel{} : parallel;
+}
+
 // Runs body(worker, task) for every task, begin_thread and end_thread around each worker's share.
 template <class Body>
 void run_tasks(const Parallel& parallel, const TileTable& table, int64_t tasks, const Body& body) {

@@ -53,15 +53,16 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
   int64_t units = 0;
   for (int64_t e = 0; e < experts; ++e) units = append_units(e, p.offsets[e], p.offsets[e + 1] - p.offsets[e], plan.units, units);
 
+  const Parallel pool = pool_for(parallel, p.rows, experts, columns * p.weight.k);
   const int64_t chunks = ceil_div(columns, kTaskColumns);
   for (int64_t begin = 0; begin < units;) {
     const int64_t end = next_wave(plan.projection, nullptr, plan.units, begin, units, plan.packed_bytes, p.rows);
-    run_tasks(parallel, table, end - begin, [&](int64_t, int64_t i) {
+    run_tasks(pool, table, end - begin, [&](int64_t, int64_t i) {
       const Unit& unit = plan.units[begin + i];
       const char* x = static_cast<const char*>(p.x) + unit.row0 * p.x_stride * dtype_bytes(p.dtype);
       plan.projection.pack(unit, x, p.dtype, p.x_stride, nullptr, nullptr, plan.packed);
     });
-    run_tasks(parallel, table, (end - begin) * chunks, [&](int64_t worker, int64_t task) {
+    run_tasks(pool, table, (end - begin) * chunks, [&](int64_t worker, int64_t task) {
       const Unit& unit = plan.units[begin + task / chunks];
       const int64_t n0 = task % chunks * kTaskColumns, n = columns - n0 < kTaskColumns ? columns - n0 : kTaskColumns;
       float* c = plan.tiles + worker * plan.tile_floats;

@@ -188,7 +188,8 @@ Status fused_moe(const MoeProblem& p, void* workspace, size_t bytes, const Paral
   if (!arena.fits()) {
     return make_error(Code::internal, "fused_moe needs a workspace of %zu bytes, got %zu", arena.used(), bytes);
   }
-  Layer(p, table, parallel, plan).run();
+  const Parallel pool = pool_for(parallel, p.tokens * p.topk, p.w13.experts, p.w13.n * p.w13.k + p.w2.n * p.w2.k);
+  Layer(p, table, pool, plan).run();
   return {};
 }
 

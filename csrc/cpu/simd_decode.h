@@ -77,18 +77,40 @@ inline float zero_point_of(const CodeRow& row, int64_t group) {
   return row.zeros ? static_cast<float>(row.zeros[group]) : row.bits == 4 ? 8.f : 128.f;
 }
 
-// decode_row for canonical int4 to fp32 in whole groups of whole vectors, without decode_group's questions. Returns how many codes.
+// Zero points and scales of groups first..first + count <= kLanes, in fp32.
+inline void group_values(const CodeRow& row, int64_t first, int64_t count, float* zero_points, float* scales) {
+  if (count < kLanes) {
+    for (int64_t g = 0; g < count; ++g) {
+      zero_points[g] = zero_point_of(row, first + g);
+      scales[g] = scalar_at(row.scales, row.scale_dtype, first + g);
+    }
+    return;
+  }
+  store(zero_points, row.zeros ? codes8(row.zeros + first) : set1(8.f));
+  if (row.scale_dtype == DType::f32) store(scales, load_as<DType::f32>(row.scales, first));
+  else if (row.scale_dtype == DType::f16) store(scales, load_as<DType::f16>(row.scales, first));
+  else store(scales, load_as<DType::bf16>(row.scales, first));
+}
+
+// decode_row for canonical int4 to fp32 in whole groups of whole blocks, without decode_group's questions. Returns how many codes.
+constexpr int64_t kBlockCodes = 32;
 inline int64_t decode_whole_groups(const CodeRow& row, int64_t k0, int64_t k, float* out) {
   const uint8_t* codes = row.codes + (k0 - row.origin) / 2;
   const Vi shifts = code_shifts(false);
-  int64_t p = k0, group = k0 / row.group_size;
-  for (; p + row.group_size <= k0 + k; ++group) {
-    const Vf z = set1(zero_point_of(row, group)), s = set1(scalar_at(row.scales, row.scale_dtype, group));
-    const int64_t end = p + row.group_size;
+  alignas(64) float zero_points[kLanes], scales[kLanes];
+  const int64_t last = (k0 + k) / row.group_size;
+  for (int64_t group = k0 / row.group_size; group < last; group += kLanes) {
+    const int64_t count = last - group < kLanes ? last - group : kLanes;
+    group_values(row, group, count, zero_points, scales);
+    for (int64_t g = 0; g < count; ++g) {
+      const Vf z = set1(zero_points[g]), s = set1(scales[g]);
+      for (int64_t p = 0; p < row.group_size; p += kBlockCodes, out += kBlockCodes, codes += kBlockCodes / 2) {
 #pragma GCC unroll 4
-    for (; p < end; p += kLanes, out += kLanes, codes += kLanes / 2) store(out, mul(sub(codes4(codes, shifts), z), s));
+        for (int64_t j = 0; j < kBlockCodes; j += kLanes) store(out + j, mul(sub(codes4(codes + j / 2, shifts), z), s));
+      }
+    }
   }
-  return p - k0;
+  return last * row.group_size - k0;
 }
 
 // Codes k0..k0+k of a row to `out`, elements of D; one rounding of the exact fp32 product.
@@ -96,7 +118,7 @@ template <DType D>
 inline void decode_row(const CodeRow& row, int64_t k0, int64_t k, void* out) {
   int64_t p = k0;
   if constexpr (D == DType::f32) {
-    if (row.bits == 4 && !row.even_odd && row.group_size % kLanes == 0 && k0 % row.group_size == 0)
+    if (row.bits == 4 && !row.even_odd && row.group_size % kBlockCodes == 0 && k0 % row.group_size == 0)
       p += decode_whole_groups(row, k0, k, static_cast<float*>(out));
   }
   int64_t group = p / row.group_size;

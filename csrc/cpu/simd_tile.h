@@ -103,7 +103,10 @@ void load_panel_as(const LoadPanelArgs& a) {
   const Weight& w = *a.weight;
   char* out = static_cast<char*>(a.out);
   if (w.packed) {
-    for (int64_t r = 0; r < a.n; ++r) decode_weight_row<O>(w, a.expert, a.n0 + r, a.k0, a.k, out + r * a.ld * kBytes<O>);
+    // Whole canonical rows of whole groups follow each other in every array: one long row.
+    const bool joined = w.layout == Layout::canonical && a.k == w.k && a.ld == a.k && w.k % w.group_size == 0 && w.n_stride * 8 == w.k * w.bits;
+    if (joined) decode_weight_row<O>(w, a.expert, a.n0, 0, a.n * a.k, out);
+    for (int64_t r = joined ? a.n : 0; r < a.n; ++r) decode_weight_row<O>(w, a.expert, a.n0 + r, a.k0, a.k, out + r * a.ld * kBytes<O>);
   } else if (w.dtype == DType::f32) {
     load_dense<DType::f32, O>(a);
   } else if (w.dtype == DType::f16) {
