@@ -117,3 +117,12 @@ def test_bad_constructors(change: dict[str, Any], error: type[Exception], fragme
     with pytest.raises(error) as caught:
         Int4Linear(w.qweight[0], w.scales[0], **({"group_size": 32} | change))
     assert all(f in str(caught.value) for f in fragments), str(caught.value)
+
+
+def test_refuses_rows_of_another_width(rng: np.random.Generator) -> None:
+    # 95 and 96 codes take 48 bytes and 3 groups alike: only the module knows that 95 columns are one too few.
+    linear, _ = build(rng, columns=96, group=32)
+    for x in (torch.ones(2, 95), torch.ones(3, 97), torch.ones(2, 0), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"^x must be \[\.\.\., I\] with I = 96, got \[") as caught:
+            linear(x)
+        assert str(list(x.shape)) in str(caught.value)

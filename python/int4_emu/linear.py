@@ -83,7 +83,10 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] in bfloat16, float16 or float32 to [..., O] in the same dtype."""
-        rows = x.reshape(-1, x.shape[-1])
+        # Rows of 2i - 1 and 2i codes take the same bytes, so that the op cannot tell a row that is one column short.
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x must be [..., I] with I = {self.in_features}, got {list(x.shape)}")
+        rows = x.reshape(-1, self.in_features)
         weight, offsets, options = self._arguments(rows.shape[0])
         return ops.grouped_gemm(rows, weight, offsets, **options).view(*x.shape[:-1], self.out_features)
 
