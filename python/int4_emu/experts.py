@@ -177,7 +177,7 @@ class Experts(nn.Module, FromFormats):
             self.hidden_size,
             self.intermediate_size,
             self.num_experts,
-            self.top_k or 1,
+            1 if self.top_k is None else self.top_k,
             self.dtype,
             self.device,
             quant,
@@ -301,6 +301,8 @@ class Experts(nn.Module, FromFormats):
         Returns:
             [..., H], dtype of hidden_states.
         """
+        if hidden_states.dim() == 0:
+            raise ValueError(f"hidden_states must be [..., H] with H = {self.hidden_size}, got no dimension")
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if expert_map is None and self.expert_map is not None:
             expert_map = self.expert_map

@@ -10,6 +10,7 @@ inference only: inputs may require grad, but backward through a result raises.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -26,6 +27,11 @@ _ops = torch.ops.int4_emu
 
 EnumLike = IntEnum | int | str
 
+# How the dispatcher words an argument that no schema takes (None for a tensor, 16.0 for a size), before its page of schema.
+_MISMATCH = re.compile(
+    r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'"
+)
+
 
 def _number(kind: type[IntEnum], value: EnumLike, name: str) -> int:
     return value if type(value) is int else int(parse_enum(kind, value, name))
@@ -36,15 +42,20 @@ def _group(group_size: int, in_features: int) -> int:
     return in_features if group_size == -1 else group_size
 
 
-def _call(
-    op: Callable[..., Any], check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
+def _call(op: Any, check: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Runs the op; a failure is checked again in Python, whose rules tell a wrong dtype or device (TypeError) from a wrong value."""
     if torch.compiler.is_compiling():
         return op(*args, **options)
     try:
         return op(*args, **options)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AttributeError) as error:
+        if mismatch := _MISMATCH.search(str(error)):
+            kind, name, came = mismatch.groups()
+            raise TypeError(f"{name} must be of type {kind}, got {came}") from None
+        # The dispatcher takes None for any tensor, as an undefined one.
+        for argument, given in zip(op.default._schema.arguments, args, strict=False):
+            if given is None and str(argument.type) == "Tensor":
+                raise TypeError(f"{argument.name} must be of type Tensor, got NoneType") from None
         if not isinstance(error, NotImplementedError):
             check(*args, **options)
         raise
