@@ -1,0 +1,100 @@
+// The only file that says cuda* or hip*: runtime names, launch checks, and the few device idioms that differ.
+#pragma once
+
+#if defined(__HIP__) || defined(__HIPCC__)
+#include <hip/hip_runtime.h>
+#define INT4_EMU_RUNTIME(name) hip##name
+#define INT4_EMU_DEVICE_PROPERTIES hipDeviceProp_t
+#else
+#include <cuda_runtime.h>
+#define INT4_EMU_RUNTIME(name) cuda##name
+#define INT4_EMU_DEVICE_PROPERTIES cudaDeviceProp
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../core/status.h"
+
+namespace int4_emu::gpu {
+
+using Stream = INT4_EMU_RUNTIME(Stream_t);
+using Error = INT4_EMU_RUNTIME(Error_t);
+using DeviceProperties = INT4_EMU_DEVICE_PROPERTIES;
+
+inline Stream as_stream(void* stream) { return static_cast<Stream>(stream); }
+
+inline Status check(Error error, const char* what) {
+  if (error == INT4_EMU_RUNTIME(Success)) return {};
+  return make_error(Code::internal, "%s failed: %s", what, INT4_EMU_RUNTIME(GetErrorString)(error));
+}
+
+// After every launch. Also clears the error, so that the next call starts unharmed.
+inline Status check_launch(const char* kernel) { return check(INT4_EMU_RUNTIME(GetLastError)(), kernel); }
+
+inline Status runtime_set_device(int device) { return check(INT4_EMU_RUNTIME(SetDevice)(device), "set_device"); }
+
+inline Error runtime_get_device(int* device) { return INT4_EMU_RUNTIME(GetDevice)(device); }
+
+inline Error runtime_properties(DeviceProperties* properties, int device) {
+  return INT4_EMU_RUNTIME(GetDeviceProperties)(properties, device);
+}
+
+// Multiprocessors (compute units) of the current device, 1 when it cannot be asked.
+inline int multiprocessors() {
+  int device = 0, count = 1;
+  if (runtime_get_device(&device) != INT4_EMU_RUNTIME(Success)) return 1;
+#if defined(__HIP__) || defined(__HIPCC__)
+  const auto attribute = hipDeviceAttributeMultiprocessorCount;
+#else
+  const auto attribute = cudaDevAttrMultiProcessorCount;
+#endif
+  return INT4_EMU_RUNTIME(DeviceGetAttribute)(&count, attribute, device) == INT4_EMU_RUNTIME(Success) ? count : 1;
+}
+
+// Lets a kernel ask for more dynamic shared memory than the default 48 KB.
+template <class Kernel>
+Status allow_shared_memory(Kernel kernel, size_t bytes, const char* name) {
+  if (bytes <= 48 * 1024) return {};
+  const auto attribute = INT4_EMU_RUNTIME(FuncAttributeMaxDynamicSharedMemorySize);
+  return check(INT4_EMU_RUNTIME(FuncSetAttribute)(reinterpret_cast<const void*>(kernel), attribute, static_cast<int>(bytes)), name);
+}
+
+// Two floats to 16-bit floats, nearest even, low first. The vendor instruction where there is one, else false.
+__device__ inline bool hardware_pack_bf16(float low, float high, uint32_t* out) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(*out) : "f"(high), "f"(low));
+  return true;
+#else
+  (void)low, (void)high, (void)out;
+  return false;
+#endif
+}
+__device__ inline bool hardware_pack_fp16(float low, float high, uint32_t* out) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(*out) : "f"(high), "f"(low));
+  return true;
+#else
+  (void)low, (void)high, (void)out;
+  return false;
+#endif
+}
+
+// Lane exchange inside aligned groups of 32, whatever the wave's width.
+__device__ inline int shfl_in_32(int value, int lane) {
+#if defined(__HIP__) || defined(__HIPCC__)
+  return __shfl(value, lane, 32);
+#else
+  return __shfl_sync(0xffffffffu, value, lane, 32);
+#endif
+}
+
+__device__ inline float shfl_xor_in_32(float value, int mask) {
+#if defined(__HIP__) || defined(__HIPCC__)
+  return __shfl_xor(value, mask, 32);
+#else
+  return __shfl_xor_sync(0xffffffffu, value, mask, 32);
+#endif
+}
+
+}  // namespace int4_emu::gpu

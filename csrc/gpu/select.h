@@ -1,0 +1,23 @@
+// Which instruction family serves a problem, and how many rows its blocks take.
+#pragma once
+
+#include "gemm_args.h"
+
+namespace int4_emu::gpu {
+
+// Fills what follows from pointers, strides and dtypes: out_pairs, w_vector.
+void describe_memory(GemmArgs& a);
+
+// The kernels of one call, fixed before the row blocks are made, since these depend on them.
+struct Plan {
+  Atom atom = Atom::fma;
+  int block_rows = 16;
+  bool decode = false;  // every projection goes through the decode path
+};
+
+// `projections` share their row blocks: `rows` rows over `experts` experts.
+Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t rows, int64_t experts, Plan* plan);
+
+Status launch_gemm(const GemmArgs& a, const Plan& plan, Stream stream);
+
+}  // namespace int4_emu::gpu
