@@ -1,3 +1,4 @@
+// Counting sort in two passes over the ids: M * k is small beside the GEMMs, and the order must be stable, so neither pass is parallel.
 #include "route.h"
 
 #include "layout.h"
@@ -21,7 +22,7 @@ int64_t count_by_expert(const Route& route, int64_t count, int64_t block, int64_
   for (int64_t e = 0; e <= route.experts; ++e) offsets[e] = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t expert = route.local_expert(i);
-    if (expert >= 0) ++offsets[expert + 1];
+    if (expert >= 0) ++offsets[expert + 1];  // one up: the sum below then turns counts into where each run begins
   }
   for (int64_t e = 0; e < route.experts; ++e) offsets[e + 1] = offsets[e] + round_up(offsets[e + 1], block);
   return offsets[route.experts];

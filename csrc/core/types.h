@@ -7,6 +7,7 @@ namespace int4_emu {
 
 enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
 
+// How a checkpoint stores codes, zero points and scales: see FormatTraits in layout.h.
 enum class Format : int32_t {
   canonical = 0,
   compressed_tensors = 1,
@@ -25,6 +26,7 @@ enum class Format : int32_t {
 };
 constexpr int kFormatCount = 14;
 
+// Below 16 gated, act(gate) * up; from 16 on the same functions without a gate, in the same order.
 enum class Activation : int32_t {
   silu = 0,
   gelu = 1,
@@ -37,6 +39,7 @@ enum class Activation : int32_t {
   relu2_no_mul = 19,
 };
 
+// Rows of w13: all gate rows and then all up rows, or g0, u0, g1, u1, ...
 enum class W13Order : int32_t { halves = 0, interleaved = 1 };
 
 // Order of the packed codes in memory; see layout.h for what each id means.

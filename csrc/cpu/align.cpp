@@ -22,6 +22,7 @@ Status moe_align(const AlignProblem& p) {
   int64_t* offsets = static_cast<int64_t*>(std::malloc(sizeof(int64_t) * (p.experts + 1)));
   if (!offsets) return make_error(Code::internal, "out of memory: %lld expert counters", (long long)p.experts);
 
+  // The outputs' sizes depend on the shapes alone, so a host can capture them; what the ids leave unused is marked.
   const int64_t total = count_by_expert(route, p.slots, p.block_size, offsets);
   for (int64_t e = 0; e <= p.experts; ++e) p.expert_offsets[e] = static_cast<int32_t>(offsets[e]);
   for (int64_t e = 0; e < p.experts; ++e) {

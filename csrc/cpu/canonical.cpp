@@ -1,3 +1,5 @@
+// Three shapes of storage have to become canonical rows: rows already, words along I with the columns outermost (GPTQ), and words along O
+// (AWQ, Quark). The last two are transposed in tiles; what differs beyond that is the order within a word, and the sign.
 #include "canonical.h"
 
 #include "bits.h"
@@ -58,9 +60,11 @@ void transpose_packed_along_out(const uint8_t* source, int64_t source_row, uint3
           }
         }
         for (int64_t r = 0; r < rows; ++r) words[r] ^= flip;
+        // Word r of column `first + r` holds eight rows' codes; afterwards word j holds the eight codes of the row in slot j.
         transpose_nibbles(words);
         for (int j = 0; j < 8; ++j) tile[j][octet] = words[j];
       }
+      // Whole tiles leave as 16-byte runs of 32 columns; the edges word by word.
       uint8_t* to = out + w0 * 8 * stride + k0 / 2;
       if (octets == 4 && (w0 + 4) * 8 <= n) {
         for (int j = 0; j < 8; ++j) {
@@ -98,8 +102,10 @@ constexpr int kInterleavedSlots[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 }  // namespace
 
 CanonicalReader::CanonicalReader(const PackedMatrix& m) : m_(m), traits_(format_traits(m.format)) {
+  // Adding half the range modulo the range is flipping the top bit of each code.
   flip_ = !traits_.is_signed ? 0u : (m.bits == 4 ? 0x88888888u : 0x80808080u);
   const int64_t kw = codes_per_word();
+  // Columns that do not fill their last word are padded there; the words are stored whole.
   if (traits_.transposed) {
     const int64_t stored_rows = plain_bytes() || traits_.packed_along_out ? m.in_features : ceil_div(m.in_features, kw);
     source_row_ = plain_bytes() ? m.out_features : (traits_.packed_along_out ? ceil_div(m.out_features, kw) : m.out_features) * 4;
@@ -119,6 +125,7 @@ Status CanonicalReader::check() const {
   return {};
 }
 
+// compressed_tensors words are little-endian with the first code lowest: byte for byte a canonical row.
 const uint8_t* CanonicalReader::codes_in_place(int64_t b, int64_t o) const {
   if (traits_.transposed || flip_ != 0 || (traits_.interleaved && m_.bits == 4)) return nullptr;
   return matrix(b) + o * source_row_;
@@ -132,6 +139,7 @@ const uint8_t* CanonicalReader::transposed_source(int64_t b, int64_t o0, int64_t
 
 bool CanonicalReader::describe(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const {
   const int64_t columns = m_.in_features, rows = m_.out_features;
+  // Eight rows at a time in 16 columns at a time, none of which straddles a group.
   const bool whole = columns % 16 == 0 && rows % 8 == 0 && (m_.group_size % 16 == 0 || m_.groups == 1);
   if (!traits_.transposed || m_.bits != 4 || m_.g_idx != nullptr || !whole) return false;
   a.codes = transposed_source(b, o0, 0);
@@ -203,6 +211,7 @@ void CanonicalReader::read_scales(int64_t b, int64_t o0, int64_t n, int64_t c0, 
     }
     return;
   }
+  // [C, O] to [n][c]: elements of 16 or 32 bits are only moved, so their type does not matter.
   const auto transpose = [&](auto* to, const auto* from) {
     constexpr int64_t kTile = 32;  // rows whose scales stay in L1 while the groups pass
     for (int64_t i0 = 0; i0 < n; i0 += kTile) {
@@ -239,6 +248,7 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, i
   // Bit position of each row of a word's kw.
   int shift[8];
   for (int lane = 0; lane < kw; ++lane) shift[lane] = m_.bits * (traits_.interleaved && m_.bits == 4 ? lane / 2 + lane % 2 * 4 : lane);
+  // A block may begin or end inside a word.
   for (int64_t i = 0; i < n;) {
     const int64_t unit = (o0 + i) / kw, lane0 = o0 + i - unit * kw;
     const int64_t count = kw - lane0 < n - i ? kw - lane0 : n - i;

@@ -21,8 +21,8 @@ class CanonicalReader {
   // Codes of row o of matrix b where the checkpoint already stores canonical rows, else null.
   const uint8_t* codes_in_place(int64_t b, int64_t o) const;
 
-  // Rows o0..o0+n, columns k0..k0+k: out [n][stride] bytes, stride >= row_bytes(round_up(k, 8)). k0 must be a multiple of 8, and o0
-  // of row_multiple(). Codes past the last column of the matrix come out as zero.
+  // Rows o0..o0+n, columns k0..k0+k: out [n][stride] bytes, stride >= row_bytes(round_up(k, 8)). k0 must be a multiple of 8, and so
+  // must o0 where the format is transposed. Codes past the last column of the matrix come out as zero.
   void read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, int64_t k, uint8_t* out, int64_t stride) const;
 
   // Groups c0..c0+c of rows o0..o0+n: out [n][c] elements of m.scale_dtype.
@@ -34,7 +34,6 @@ class CanonicalReader {
   // Fills in all but the output for rows o0..o0+n of matrix b; false where the sizes or the format do not suit that function.
   bool describe(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const;
 
-  int64_t row_multiple() const { return traits_.transposed ? 8 : 1; }
   // Rows per block and columns per slice at which reads and the caller's writes are long runs, and the scratch stays in L2.
   int64_t block_rows() const { return traits_.transposed ? (traits_.packed_along_out ? 256 : 128) : 16; }
   int64_t slice_columns() const { return traits_.transposed ? 2048 : INT64_MAX; }

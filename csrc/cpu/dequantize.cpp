@@ -1,5 +1,6 @@
 // Every format to dense weights: a block of rows is brought into canonical form in scratch, then the instruction set's row
-// function multiplies it out. Transposed formats go through slices of columns, so that the scratch stays in L2.
+// function multiplies it out. Transposed formats go through slices of columns, so that the scratch stays in L2. int4 matrices of even
+// sizes in these formats skip the canonical form where the instruction set has a function for them.
 #include <atomic>
 
 #include "api.h"
@@ -40,6 +41,7 @@ struct Tile {
   int64_t b, o0, n, k0, k;
 };
 
+// The general way: any format, width, size and order of groups, on any instruction set.
 class Dequantizer {
  public:
   Dequantizer(const PackedMatrix& m, const CanonicalReader& reader, DType out_dtype, void* out)
@@ -88,6 +90,7 @@ class Dequantizer {
       zeros = scratch.zeros.data;
       zero_step = c;
     }
+    // Canonical and compressed_tensors codes are multiplied out where they lie.
     const bool in_place = reader_.codes_in_place(t.b, t.o0) != nullptr;
     if (!in_place) reader_.read_codes(t.b, t.o0, t.n, t.k0, t.k, scratch.codes.data, stride_);
     for (int64_t i = 0; i < t.n; ++i) {

@@ -12,6 +12,7 @@ constexpr int64_t kDirectRows = 32;
 // a matrix unit pay for a sum across lanes at the end of every piece, so the others are no shorter than they must be.
 constexpr int64_t kStreamRows = 8;
 
+// The bf16 dot product needs both sides in bf16 without loss beyond the one rounding of packed weights; fp32 and fp16 weights go in fp32.
 bool takes_bf16(const TileTable& table, const Weight& weight, DType x) {
   return x == DType::bf16 && table.bf16.gemm != nullptr && (weight.packed || weight.dtype == DType::bf16);
 }
@@ -46,11 +47,13 @@ void Projection::pack(const Unit& unit, const void* x, DType dtype, int64_t x_st
   functions_.pack_x({x, dtype, x_stride, rows, row_scale, perm, unit.m, weight_.k, packed + unit.packed});
 }
 
+// The product functions read whole vectors: rows whose length is no multiple of one cannot be read in place.
 bool Projection::direct(int64_t m) const {
   return same_type_ && weight_.k_stride == 1 && weight_.k % k_multiple_ == 0 && m <= kDirectRows;
 }
 
 void Projection::multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* panel, float* c, int64_t ldc) const {
+  // A sum of nothing: no block below would write it.
   if (weight_.k == 0) {
     for (int64_t i = 0; i < parts.count * unit.m * ldc; ++i) c[i] = 0.f;
   }
@@ -67,9 +70,11 @@ void Projection::multiply(const Unit& unit, const char* packed, const Parts& par
       if (!in_place && parts.step == 2) {
         functions_.load_panel({&weight_, unit.expert, parts.row0[0] + 2 * j, 2 * columns, k0, k, scratch, ld});
       }
+      // Blocks along k add into c, in the same order for every caller.
       for (int p = 0; p < parts.count; ++p) {
         const int64_t row = parts.row0[p] + j * parts.step;
         GemmArgs args{packed + unit.packed, unit.m, weight_.k, nullptr, columns, 0, k0, k, c + p * part_stride + j, ldc, k0 != 0};
+        // In place, the rows of a part lie `step` matrix rows apart; in a panel of interleaved parts, two panel rows.
         if (in_place) {
           const int64_t offset = unit.expert * weight_.expert_stride + row * weight_.n_stride + k0;
           args.w = static_cast<const char*>(weight_.data) + offset * element_bytes_;
@@ -131,6 +136,7 @@ int64_t next_wave(const Projection& first, const Projection* second, Unit* units
       bytes = other > bytes ? other : bytes;
     }
     bytes = round_up(bytes, 64);
+    // Offsets are those of the larger of the two: the second projection packs into the same places.
     if (end > begin && (used + bytes > capacity || units[end].row0 + units[end].m - units[begin].row0 > rows)) break;
     units[end].packed = static_cast<size_t>(used);
     used += bytes;

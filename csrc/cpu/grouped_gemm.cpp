@@ -1,4 +1,5 @@
-// grouped_gemm: ragged groups of rows, each by its expert's weight.
+// grouped_gemm: ragged groups of rows, each by its expert's weight. One projection of fused_moe without routing: the rows come sorted, so
+// their order is the order of the output.
 #include <cstring>
 
 #include "gemm.h"
@@ -22,7 +23,7 @@ struct Plan {
   int64_t packed_bytes, panel_floats, tile_floats;
   Unit* units;
   char* packed;
-  float *panels, *tiles;  // per worker
+  float *panels, *tiles;  // per worker: a weight panel; fp32 outputs [unit rows][kTaskColumns]
 };
 
 void zero_rows(const GroupedGemmProblem& p, int64_t begin, int64_t end) {
@@ -48,6 +49,7 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
     return make_error(Code::internal, "grouped_gemm needs a workspace of %zu bytes, got %zu", arena.used(), bytes);
   }
   const int64_t experts = p.weight.experts, columns = p.weight.n;
+  // Groups ascend and touch, so only the ends can lie outside all of them.
   zero_rows(p, 0, experts > 0 ? p.offsets[0] : p.rows);
   if (experts > 0) zero_rows(p, p.offsets[experts], p.rows);
   int64_t units = 0;
@@ -67,6 +69,7 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
       const int64_t n0 = task % chunks * kTaskColumns, n = columns - n0 < kTaskColumns ? columns - n0 : kTaskColumns;
       float* c = plan.tiles + worker * plan.tile_floats;
       plan.projection.multiply(unit, plan.packed, {1, {n0, 0}, 1}, n, plan.panels + worker * plan.panel_floats, c, kTaskColumns);
+      // A sum of one row with weight one: rounds fp32 to the output's dtype.
       const float one = 1.f;
       for (int64_t i = 0; i < unit.m; ++i) {
         char* out = static_cast<char*>(p.out) + ((unit.row0 + i) * columns + n0) * dtype_bytes(p.dtype);

@@ -10,6 +10,7 @@ constexpr int64_t kChunkBytes = int64_t{64} << 20;
 
 bool gated(Activation kind) { return static_cast<int32_t>(kind) < 16; }
 
+// Tokens of a chunk; every chunk routes, multiplies and combines for itself.
 int64_t chunk_tokens(const MoeProblem& p) {
   const int64_t token_bytes = p.topk * p.hidden * int64_t{4};
   const int64_t fitting = token_bytes > 0 ? kChunkBytes / token_bytes : p.tokens;
@@ -24,6 +25,7 @@ struct Plan {
     const int64_t first = packed_capacity(w13, slots), second = packed_capacity(w2, slots);
     packed_bytes = first > second ? first : second;
     ldh = round_up(p.intermediate, 64);
+    // A wave holds as many rows of h as its packed x takes, but never fewer than one unit.
     const int64_t h_row = ldh * dtype_bytes(p.dtype), fitting = packed_bytes / (h_row > 0 ? h_row : 1);
     wave_rows = fitting > kUnitRows ? (fitting < slots ? fitting : slots) : unit_rows;
     tile_floats = 2 * unit_rows * kTaskColumns;
@@ -80,6 +82,7 @@ class Layer {
   // Sorts the chunk's slots by expert and cuts them into units; returns their number.
   int64_t route(int64_t token0, int64_t tokens) {
     const int64_t slots = tokens * p_.topk, first = token0 * p_.topk;
+    // Ids are read where they lie; the slots of a chunk are numbered from its first token.
     const Route route{static_cast<const char*>(p_.topk_ids) + first * (p_.ids_are_int64 ? 8 : 4), p_.ids_are_int64, p_.expert_map,
                       p_.global_experts, p_.w13.experts};
     const int64_t rows = count_by_expert(route, slots, 1, plan_.offsets);
@@ -90,6 +93,7 @@ class Layer {
       units = append_units(e, begin, plan_.offsets[e + 1] - begin, plan_.units, units);
     }
     sort_by_expert(route, slots, plan_.cursor, plan_.sorted, plan_.position);
+    // From here on sorted holds the token of each row: the rows of x that packing gathers.
     for (int64_t i = 0; i < rows; ++i) {
       if (p_.weight_on_input) plan_.row_scale[i] = p_.topk_weights[first + plan_.sorted[i]];
       plan_.sorted[i] = token0 + plan_.sorted[i] / p_.topk;
@@ -97,6 +101,7 @@ class Layer {
     return units;
   }
 
+  // body(worker, unit, n0, n) over units begin..end times runs of output columns.
   template <class Body>
   void for_columns(int64_t begin, int64_t end, int64_t n, const Body& body) {
     const int64_t chunks = ceil_div(n, kTaskColumns);
@@ -119,6 +124,7 @@ class Layer {
     });
     const bool gate = gated(p_.activation.kind), halves = p_.w13_order == W13Order::halves;
     for_columns(begin, end, p_.intermediate, [&](int64_t worker, const Unit& unit, int64_t n0, int64_t n) {
+      // Gate and up of the same columns in one task, so that the activation finds both in cache.
       Projection::Parts parts{gate ? 2 : 1, {n0, p_.intermediate + n0}, 1};
       if (gate && !halves) parts = {2, {2 * n0, 2 * n0 + 1}, 2};
       float* c = plan_.tiles + worker * plan_.tile_floats;
@@ -157,6 +163,7 @@ class Layer {
           const int64_t row = plan_.position[t * p_.topk + j];
           if (row < 0) continue;
           rows[count] = row;
+          // A weight that went into x must not count twice.
           weights[count++] = p_.weight_on_input ? 1.f : p_.topk_weights[(token0 + t) * p_.topk + j];
         }
         char* out = static_cast<char*>(p_.out) + (token0 + t) * p_.hidden * dtype_bytes(p_.dtype);

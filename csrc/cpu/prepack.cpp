@@ -15,6 +15,7 @@ template <bool kForward>
 void convert_block(const uint8_t* in, uint8_t* out, int64_t words, int bits) {
   for (int64_t w = 0; w < words; ++w) {
     for (int64_t r = 0; r < kBlockRows; ++r) {
+      // Even codes move to the low half of the word: a shift and the mask 0x000f000f then give two neighbours as 16-bit lanes.
       const int64_t canonical = 4 * (r * words + w), tiled = 4 * (w * kBlockRows + r);
       const uint32_t word = load_word(in + (kForward ? canonical : tiled));
       const uint32_t moved = bits == 8 ? word : (kForward ? interleave_nibbles(word) : deinterleave_nibbles(word));

@@ -1,4 +1,5 @@
-// unpack, unpack_zeros and repack: checkpoint formats to bytes and to the canonical layout.
+// unpack, unpack_zeros and repack: checkpoint formats to bytes and to the canonical layout. All three read a block of rows in canonical
+// form into scratch and write it out row by row; a block is what one task of the pool does.
 #include <atomic>
 #include <cstring>
 #include <vector>
@@ -32,6 +33,7 @@ class RowTargets {
     starts_.assign(static_cast<size_t>(rows) + 1, 0);
     targets_.resize(static_cast<size_t>(rows));
     for (int64_t i = 0; i < rows; ++i) ++starts_[out_perm[i] + 1];
+    // Counting sort by source row; the cursor is where the next target of a row goes.
     for (int64_t o = 0; o < rows; ++o) starts_[o + 1] += starts_[o];
     std::vector<int64_t> cursor(starts_.begin(), starts_.end() - 1);
     for (int64_t i = 0; i < rows; ++i) targets_[cursor[out_perm[i]]++] = i;
@@ -89,6 +91,7 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
     Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0), bytes(in_perm ? 2 * k : 0);
     if (!codes.data || !scales.data || !zeros.data || !bytes.data) return false;
     reader.read_codes(b, o0, n, 0, k, codes.data, stride);
+    // Scales keep their group order: a column permutation sorts by group, it does not renumber.
     if (m.scales) reader.read_scales(b, o0, n, 0, groups, scales.data);
     if (out.zeros) {
       if (m.qzeros) {
@@ -100,6 +103,7 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
     for (int64_t i = 0; i < n; ++i) {
       uint8_t* row = codes.data + i * stride;
       if (in_perm) {
+        // Columns of int4 cannot be gathered where they are packed.
         expand_codes(row, m.bits, k, bytes.data);
         for (int64_t j = 0; j < k; ++j) bytes.data[k + j] = bytes.data[in_perm[j]];
         pack_codes(bytes.data + k, m.bits, k, row);

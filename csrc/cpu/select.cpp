@@ -1,3 +1,5 @@
+// The instruction set is chosen once a process, and every set that was passed over keeps its reason: that is what the environment report
+// prints, and what the error says when INT4_EMU_CPU_ISA asks for a set that cannot be had.
 #include "select.h"
 
 #include <cstdarg>
@@ -24,12 +26,14 @@ struct Choice {
   IsaChoice isa;
 };
 
+// The CPU's reason wins over the build's: it is the one that rebuilding would not change.
 Candidate make_candidate(const char* name, const TileTable* compiled, const char* cpu_reason) {
   if (compiled == nullptr) return {name, nullptr, cpu_reason != nullptr ? cpu_reason : "this build was compiled without it"};
   if (cpu_reason != nullptr) return {name, nullptr, cpu_reason};
   return {name, compiled, nullptr};
 }
 
+// Adds to the reasons, after a semicolon; what does not fit is cut off.
 __attribute__((format(printf, 2, 3))) void append(IsaChoice& isa, const char* format, ...) {
   size_t used = std::strlen(isa.rejections);
   if (used > 0) used += std::snprintf(isa.rejections + used, sizeof isa.rejections - used, "; ");
@@ -49,6 +53,7 @@ Choice choose() {
   c.candidates[3] = {"portable", portable_table(), nullptr};
   c.table = portable_table();
 
+  // Better sets that come first leave a reason each; the first usable one, or the one asked for, ends the walk.
   const char* wanted = std::getenv("INT4_EMU_CPU_ISA");
   if (wanted != nullptr && *wanted == '\0') wanted = nullptr;
   for (const Candidate& candidate : c.candidates) {
@@ -62,6 +67,7 @@ Choice choose() {
       c.isa.name = candidate.name;
       break;
     }
+    // An override is never replaced by something else: no name, and the portable table only so that there is one.
     if (wanted != nullptr) {
       c.isa.rejections[0] = '\0';
       append(c.isa, "INT4_EMU_CPU_ISA=%s cannot be used: %s", wanted, candidate.reason);
@@ -76,6 +82,7 @@ Choice choose() {
   return c;
 }
 
+// Constructed by the first caller, thread-safe, and never again: later changes of the environment have no effect.
 const Choice& choice() {
   static const Choice c = choose();
   return c;

@@ -28,6 +28,7 @@ inline const void* x_row(const PackXArgs& a, int64_t i, int64_t element_bytes) {
   return static_cast<const char*>(a.x) + (a.rows ? a.rows[i] : i) * a.x_stride * element_bytes;
 }
 
+// Rows of x as fp32 [m][ld], zero beyond k.
 template <DType D>
 void pack_rows_f32(const PackXArgs& a, int64_t ld) {
   for (int64_t i = 0; i < a.m; ++i) {
@@ -98,6 +99,7 @@ void load_dense(const LoadPanelArgs& a) {
   }
 }
 
+// Rows a.n0.. of any weight to a panel [a.n][a.ld] of O, zero beyond a.k.
 template <DType O>
 void load_panel_as(const LoadPanelArgs& a) {
   const Weight& w = *a.weight;
@@ -180,6 +182,7 @@ inline void dot_rows(const typename Dot::Element* x, int64_t ldx, int64_t m, con
   }
 }
 
+// GemmArgs over blocks of weight rows, each against all rows of x: a block of weights is read from memory once.
 template <class Dot, int64_t K_MULTIPLE>
 void gemm_dot(const GemmArgs& a) {
   using Element = typename Dot::Element;
@@ -194,6 +197,7 @@ void gemm_dot(const GemmArgs& a) {
   }
 }
 
+// The sum of each vector of columns stays in a register while the rows pass, in their order.
 template <DType D>
 void combine_rows(const float* y, int64_t ldy, const int64_t* rows, const float* weight, int64_t count, int64_t n, void* out) {
   for (int64_t j = 0; j < n; j += kLanes) {

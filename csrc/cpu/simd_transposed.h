@@ -68,6 +68,7 @@ inline __m256i broadcast_word(const uint8_t* p) {
   return _mm256_set1_epi32(word);
 }
 
+// Scales and zero points of rows row..row + 8 in one group, as fp32; `row` is a multiple of 8.
 inline __m256 load_scales8(const DequantizeTransposedArgs& a, int64_t group, int64_t row) {
   const int64_t i = group * a.scale_step + row;
   if (a.scale_dtype == DType::f32) return _mm256_loadu_ps(static_cast<const float*>(a.scales) + i);
@@ -78,14 +79,17 @@ inline __m256 load_scales8(const DequantizeTransposedArgs& a, int64_t group, int
 
 inline __m256 load_zeros8(const DequantizeTransposedArgs& a, int64_t group, int64_t row) {
   if (a.zeros == nullptr) return _mm256_set1_ps(8.f);
-  const __m256i word = _mm256_add_epi32(broadcast_word(a.zeros + group * a.zero_step + row / 2), _mm256_set1_epi32(static_cast<int>(a.zero_word_add)));
+  const __m256i word_add = _mm256_set1_epi32(static_cast<int>(a.zero_word_add));
+  const __m256i word = _mm256_add_epi32(broadcast_word(a.zeros + group * a.zero_step + row / 2), word_add);
   const __m256i code = _mm256_srlv_epi32(_mm256_xor_si256(word, _mm256_set1_epi32(static_cast<int>(a.flip))), row_shifts(a.interleaved));
   return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_add_epi32(code, _mm256_set1_epi32(a.zero_code_add)), _mm256_set1_epi32(15)));
 }
 
 // Columns of eight rows that share their group, a multiple of 16 of them. `piece` points at the strip's words of the first column.
 template <DType D, bool kAlongOut, bool kNan>
-inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, __m256 zero_point, __m256 scale, int64_t k, char* out, int64_t row_bytes) {
+inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, __m256 zero_point, __m256 scale, int64_t k, char* out,
+                         int64_t row_bytes) {
+  // A pass over eight words of each row: 16 columns of a 16-bit type, or 8 of fp32.
   constexpr int kPerWord = D == DType::f32 ? 1 : 2, kColumns = 8 * kPerWord;
   const __m256i mask = _mm256_set1_epi32(15);
   for (int64_t k0 = 0; k0 < k; k0 += kColumns, out += 32) {
@@ -132,6 +136,7 @@ inline void copy_run(char* to, const char* from, int64_t bytes) {
   }
 }
 
+// Pieces of rows and columns; in each, strips of eight rows, and in a strip the groups that it crosses.
 template <DType D, bool kAlongOut>
 void dequantize_pieces(const DequantizeTransposedArgs& a) {
   // Rows of weights collect here and leave one after the other: in the output they may lie a power of two apart, which would have them
@@ -172,6 +177,7 @@ void dequantize_pieces(const DequantizeTransposedArgs& a) {
       }
     }
   }
+  // Streamed stores are not ordered with those that tell another thread that this one is done.
   if (a.stream) _mm_sfence();
 }
 

@@ -1,4 +1,7 @@
 // The tile functions in plain C++ for any CPU: fp32 compute, loops that the compiler vectorises for its baseline.
+//
+// Four-lane vectors of the compiler's own kind, which every baseline has (SSE2, NEON) and which need no intrinsics. With few rows of x
+// the lanes run along k, with more they are rows, so the order of a sum depends on the number of rows (in the wider sets it never does).
 #include <math.h>
 
 #include "../core/layout.h"
@@ -37,6 +40,7 @@ void read_row(const PackXArgs& a, int64_t i, const Store& store) {
     float value = load_float(row, a.dtype, a.perm ? a.perm[j] : j);
     if (scaled) {
       value *= a.row_scale[i];
+      // The router weight multiplies in x's own dtype: the result must be what the host would have passed.
       if (a.dtype == DType::bf16) value = bf16_to_float(float_to_bf16(value));
       if (a.dtype == DType::f16) value = f16_to_float(float_to_f16(value));
     }
@@ -48,6 +52,7 @@ void pack_x(const PackXArgs& a) {
   float* out = static_cast<float*>(a.out);
   const int64_t width = round_up(a.k, kMultiple);
   const bool lanes = a.m >= kLaneRows;
+  // Row i of the lane form is a column of its block, 8 floats between elements; padding rows are zero, so that they multiply to nothing.
   for (int64_t i = 0; i < (lanes ? round_up(a.m, kLanes) : a.m); ++i) {
     const int64_t step = lanes ? kLanes : 1;
     float* to = lanes ? out + i / kLanes * width * kLanes + i % kLanes : out + i * width;
@@ -67,7 +72,7 @@ void pack_x(const PackXArgs& a) {
 // c[j] of one row of x against N panel rows, both contiguous along k (a multiple of 16, zero padded).
 template <int N>
 void dot_rows(const float* x, const float* w, int64_t ldw, int64_t k, float* c, bool accumulate) {
-  Float4 sum[N][2] = {};
+  Float4 sum[N][2] = {};  // two chains a row hide the latency of the additions
   for (int64_t i = 0; i < k; i += 8) {
     Float4 x0, x1;
     __builtin_memcpy(&x0, x + i, 16);
@@ -147,6 +152,7 @@ void gemm(const GemmArgs& a) {
 // The largest run that goes through a buffer on the stack.
 constexpr int64_t kRun = 256;
 
+// h = f(gate) * up, or f(gate) without up.
 template <class Function>
 void activate_rows(const float* gate, const float* up, int64_t ld, int64_t m, int64_t n, void* h, int64_t ldh, DType dtype,
                    const Function& f) {
@@ -186,6 +192,7 @@ void activate(const ActivationSpec& spec, const float* gate, const float* up, in
   const auto rows = [&](const auto& f) { activate_rows(gate, up, ld, m, n, h, ldh, dtype, f); };
   switch (spec.kind) {
     case Activation::silu:
+      // With a limit: the gate is held from above, up on both sides.
       if (spec.has_limit) {
         return activate_pairs(gate, up, ld, m, n, h, ldh, dtype,
                               [=](float g, float u) { return silu(cap(g, limit)) * clamp(u, limit); });
@@ -210,6 +217,7 @@ void activate(const ActivationSpec& spec, const float* gate, const float* up, in
   }
 }
 
+// Runs of columns outermost: the sum of a run stays in L1 while the rows pass.
 void combine(const float* y, int64_t ldy, const int64_t* rows, const float* weight, int64_t count, int64_t n, void* out, DType dtype) {
   float buffer[kRun];
   for (int64_t j0 = 0; j0 < n; j0 += kRun) {

@@ -1,4 +1,5 @@
-// Weights of every kind to fp32 panels and dequantised rows, in plain C++.
+// Weights of every kind to fp32 panels and dequantised rows, in plain C++. Packed rows go through a buffer of bytes, one code each, so
+// that the loops that multiply are the same for both widths and both layouts.
 #include "../core/layout.h"
 #include "bits.h"
 #include "convert.h"
@@ -37,6 +38,7 @@ void expand(const uint8_t* codes, int bits, int64_t k0, int64_t k, uint8_t* out)
 // Columns k0..k0+k of row n of a matrix in cpu_n16 order; k0 may be any column.
 void expand_n16(const uint8_t* data, int bits, int64_t total_k, int64_t n, int64_t k0, int64_t k, uint8_t* out) {
   const int64_t kw = 32 / bits, words = total_k / kw;
+  // Block n / 16 is [words][16] words of 4 bytes; the row's next word is 64 bytes on.
   const uint8_t* row = data + (n / 16 * words * 16 + n % 16) * 4;
   for (int64_t j = 0; j < k;) {
     const int64_t word_index = (k0 + j) / kw, first = (k0 + j) % kw;
@@ -62,6 +64,7 @@ void multiply_out(const uint8_t* codes, int bits, const void* scales, DType scal
   }
 }
 
+// Row n of the expert, columns a.k0..a.k0+a.k, to out [a.k].
 void load_packed_row(const LoadPanelArgs& a, int64_t n, float* out) {
   const Weight& w = *a.weight;
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + a.expert * w.expert_stride;
@@ -108,6 +111,7 @@ void portable_load_panel(const LoadPanelArgs& a) {
       load_transposed(a, first);
     }
   }
+  // Zeros up to the panel's width: the products run over whole vectors.
   for (int64_t j = 0; j < a.n; ++j) {
     for (int64_t i = a.k; i < a.ld; ++i) out[j * a.ld + i] = 0.f;
   }
