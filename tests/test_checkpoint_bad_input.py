@@ -382,3 +382,29 @@ def test_weight_shape_drops_padding_and_nothing_else(
         tensors[f"{module}.weight_shape"] = torch.tensor(shape)
     weight = Checkpoint(write_checkpoint(tmp_path, tensors, compressed_tensors_config())).load_linear(module)
     assert weight.in_features == columns
+
+
+# --- tensors that whole layers or single experts lack
+# -----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_without_gates_beside_one_with_them(tmp_path: Path) -> None:
+    """Without its gates the layer would pass for one whose activation takes none."""
+    tensors = {k: v for k, v in layers(layers=2).items() if not ("layers.1." in k and "gate_proj" in k)}
+    with pytest.raises(
+        CheckpointError, match=r"^no expert of layers 1 has a gate projection, but .* layers 0 have"
+    ):
+        Checkpoint(folder_with(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(("role", "rows"), [("gate_proj", 32), ("down_proj", 64)])
+def test_a_bias_that_some_experts_lack(role: str, rows: int, tmp_path: Path) -> None:
+    biases = {f"{EXPERT}.{e}.{role}.bias": torch.ones(rows) for e in range(4)}
+    tensors = layers()
+    load(folder_with(tmp_path / "whole", tensors | biases))
+    del biases[f"{EXPERT}.2.{role}.bias"]
+    path = folder_with(tmp_path / "part", tensors | biases)
+    with pytest.raises(
+        CheckpointError, match=rf"3 of 4 experts have a \w+ bias; missing are .*2\.{role}\.bias$"
+    ):
+        Checkpoint(path).describe()

@@ -139,6 +139,7 @@ def plan_layer(layer: MoELayer, reader: ProjectionReader, model: MoEModelConfig)
                 projections[expert, role] = projection
     if problems:
         raise CheckpointError(f"layer {layer.number}: {len(problems)} problems: {listed(problems)}")
+    _check_biases(layer, projections)
     hidden, intermediate = _check_sizes(layer, projections, model)
     plan = LayerPlan(layer, count, hidden, intermediate, projections, model.activation(gated=layer.has_gate))
     plan.unknown = layer.unknown + _unknown_tensors(layer, projections, reader)
@@ -157,6 +158,18 @@ def _check_partly_quantized(layer: MoELayer, reader: ProjectionReader) -> None:
             f"{len(stored['float'])} are in floating point ({listed(sorted(stored['float']), 4)}); "
             f"the experts of one layer must be alike"
         )
+
+
+def _check_biases(layer: MoELayer, projections: dict[tuple[int, str], Projection]) -> None:
+    """A role has a bias in every expert or in none: zeros in place of a lost one would go unseen."""
+    for role in layer.roles:
+        alike = [p for (_, r), p in projections.items() if r == role]
+        missing = [f"{p.module}.bias" for p in alike if not p.has_bias]
+        if 0 < len(missing) < len(alike):
+            raise CheckpointError(
+                f"layer {layer.number}: {len(alike) - len(missing)} of {len(alike)} experts have a {role} bias; "
+                f"missing are {listed(missing)}"
+            )
 
 
 def _check_sizes(

@@ -269,7 +269,7 @@ class LayerLoader:
         return raw.qweight, raw.scales, raw.qzeros
 
     def _biases(self, *, sort_rows: bool) -> dict[str, torch.Tensor | None]:
-        """w13_bias [E, rows of w13] and w2_bias [E, H]; zero where one expert has none."""
+        """w13_bias [E, rows of w13] and w2_bias [E, H]; zero for a projection without one."""
         if not self.plan.has_bias:
             return {}
         plan, request = self.plan, self.request

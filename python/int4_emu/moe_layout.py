@@ -86,7 +86,8 @@ def discover_moe_layers(names: Iterable[str]) -> dict[int, MoELayer]:
 
     Raises:
         CheckpointError: experts stored all in one tensor, an expert with two names for one role, two stacks
-            that claim the same layer, a router whose experts are missing, or a block of an unknown name.
+            that claim the same layer, a router whose experts are missing, a block of an unknown name, or layers
+            without gate projections beside layers with them.
     """
     found: dict[tuple[str, int], MoELayer] = {}
     routers: dict[tuple[str, int], str] = {}
@@ -163,4 +164,12 @@ def _by_number(found: dict[tuple[str, int], MoELayer]) -> dict[int, MoELayer]:
                 f"{layers[layer.number].block} and {layer.block}"
             )
         layers[layer.number] = layer
+    # An activation with a gate and one without are both plausible; what tells a missing gate is its neighbours.
+    ungated = [n for n, layer in layers.items() if layer.modules and not layer.has_gate]
+    gated = [n for n, layer in layers.items() if layer.has_gate]
+    if gated and ungated:
+        raise CheckpointError(
+            f"no expert of layers {listed(map(str, ungated))} has a gate projection, but the experts of layers "
+            f"{listed(map(str, gated))} have: gate projections are missing"
+        )
     return layers
