@@ -176,6 +176,25 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (tmp_path / "err").read_text() == ""
 
 
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """A line of sh in which `$CLI` is the command."""
+    environment = {**os.environ, "CLI": f"{sys.executable} -m int4_emu"}
+    return subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, env=environment, check=False, timeout=120
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_stdout_that_cannot_take_the_output() -> None:
+    full = shell("$CLI > /dev/full")
+    assert (full.returncode, full.stderr) == (1, "int4-emu: No space left on device\n")
+    closed = shell("$CLI >&-")
+    assert (closed.returncode, closed.stderr) == (0, "")
+    # Without stderr the error must not land in the output.
+    wrong = shell("$CLI inspect /no/such/folder 2>&-")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+
+
 @pytest.mark.parametrize("columns", ["20", "60"])
 def test_narrow_and_ascii_terminals(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    _open_closed_streams()
     _never_fail_to_encode()
     try:
         args = build_parser().parse_args(argv)
@@ -66,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a reader that went away shows here, not at exit
         return status
     except BrokenPipeError:
-        # `int4-emu ... | head`: nobody reads on. Keep the interpreter from flushing into the closed pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # `int4-emu ... | head`: nobody reads on
         return 1
     except KeyboardInterrupt:
         print("int4-emu: interrupted", file=sys.stderr)
@@ -79,7 +79,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         sentence, status = explain(error)
         print(f"int4-emu: {sentence}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # stdout itself is what is full
+            _drop_stdout()
         return status
+
+
+def _drop_stdout() -> None:
+    """Keeps the interpreter from flushing into a closed pipe or a full disk at exit, which would change the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_closed_streams() -> None:
+    """Started with `>&-`, Python has no stream at all, and the next file that is opened would get the descriptor of stdout."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for the rest of the process)
 
 
 def _never_fail_to_encode() -> None:
