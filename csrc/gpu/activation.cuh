@@ -18,7 +18,7 @@ __device__ inline float clamp_both(float x, float limit) {
 __device__ inline float silu(float x) { return x / (1.f + expf(-x)); }
 
 // `u` is unused by the forms without gate.
-__device__ inline float activate(const ActivationSpec& spec, float g, float u) {
+__device__ __forceinline__ float activate(const ActivationSpec& spec, float g, float u) {
   switch (spec.kind) {
     case Activation::silu:
       if (spec.has_limit) return silu(cap(g, spec.limit)) * clamp_both(u, spec.limit);
@@ -50,18 +50,18 @@ __device__ inline float activate(const ActivationSpec& spec, float g, float u) {
 }
 
 // Weight row of local row r of the tile that starts at output column n0; -1 outside the matrix.
-__device__ inline int64_t weight_row(const GemmArgs& a, int64_t n0, int r) {
+__device__ __forceinline__ int64_t weight_row(const GemmArgs& a, int64_t n0, int r) {
   const int64_t column = a.gated ? n0 + (r >> 4) * 8 + (r & 7) : n0 + r;
   if (column >= a.columns) return -1;
   return a.gated ? column * a.column_step + ((r >> 3) & 1) * a.part_step : column;
 }
 
-__device__ inline float with_bias(const GemmArgs& a, int64_t expert, int64_t row, float v) {
+__device__ __forceinline__ float with_bias(const GemmArgs& a, int64_t expert, int64_t row, float v) {
   return a.w.bias ? v + load_float(a.w.bias, a.w.bias_dtype, expert * a.w.n + row) : v;
 }
 
 // Two neighbouring columns; `column` is even.
-__device__ inline void store_pair(const GemmArgs& a, int64_t row, int64_t column, float v0, float v1) {
+__device__ __forceinline__ void store_pair(const GemmArgs& a, int64_t row, int64_t column, float v0, float v1) {
   const int64_t at = row * a.out_stride + column;
   if (column + 1 < a.columns && a.out_pairs) {
     if (a.out_dtype == DType::f32) {
@@ -77,7 +77,8 @@ __device__ inline void store_pair(const GemmArgs& a, int64_t row, int64_t column
 }
 
 // Sums of local rows r, r + 1 (a0, a1) and r + 8, r + 9 (b0, b1) of a tile, r % 16 in {0, 2, 4, 6}, for one row of out.
-__device__ inline void finish(const GemmArgs& a, int64_t expert, int64_t row, int64_t n0, int r, float a0, float a1, float b0, float b1) {
+__device__ __forceinline__ void finish(const GemmArgs& a, int64_t expert, int64_t row, int64_t n0, int r, float a0, float a1, float b0,
+                                       float b1) {
   const int64_t r0 = weight_row(a, n0, r), r1 = weight_row(a, n0, r + 1), s0 = weight_row(a, n0, r + 8), s1 = weight_row(a, n0, r + 9);
   if (r0 >= 0) a0 = with_bias(a, expert, r0, a0);
   if (r1 >= 0) a1 = with_bias(a, expert, r1, a1);

@@ -8,8 +8,8 @@ namespace int4_emu::gpu {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int64_t kChunk = 2048;             // slots of a block; also the most that one block alone sorts
-constexpr int64_t kSharedExperts = 8192;     // 32 KB of counters
+constexpr int64_t kChunk = 2048;          // slots of a block; also the most that one block alone sorts
+constexpr int64_t kSharedExperts = 8192;  // 32 KB of counters
 
 int64_t chunk_count(int64_t slots) { return slots <= kChunk ? 1 : ceil_div(slots, kChunk); }
 
@@ -170,9 +170,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(DeviceRoute route, in
 
 }  // namespace
 
-size_t align_workspace_bytes(int64_t slots, int64_t experts) {
-  return static_cast<size_t>((chunk_count(slots) + 1) * experts * 4);
-}
+size_t align_workspace_bytes(int64_t slots, int64_t experts) { return static_cast<size_t>((chunk_count(slots) + 1) * experts * 4); }
 
 Status launch_sort_by_expert(const DeviceRoute& route, int64_t slots, const SortTarget& target, void* workspace, Stream stream) {
   int32_t* counts = static_cast<int32_t*>(workspace);

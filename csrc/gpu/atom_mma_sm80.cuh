@@ -83,8 +83,8 @@ struct MmaSm80Atom {
             sm80::unpack_int4<T>(codes[i].w[j], minus, p);
 #pragma unroll
             for (int q = 0; q < 4; ++q) p[q] = s.times(p[q]);
-            *unit_at(tile, r, first + j) = {{sm80::low_halves(p[0], p[1]), sm80::low_halves(p[2], p[3]), sm80::high_halves(p[0], p[1]),
-                                             sm80::high_halves(p[2], p[3])}};
+            *unit_at(tile, r, first + j) = {
+                {sm80::low_halves(p[0], p[1]), sm80::low_halves(p[2], p[3]), sm80::high_halves(p[0], p[1]), sm80::high_halves(p[2], p[3])}};
           }
         } else {
           const uint32_t minus = sm80::minus_int8<T>(zero[i]);
@@ -95,8 +95,8 @@ struct MmaSm80Atom {
             sm80::unpack_int8<T>(codes[i].w[2 * j + 1], minus, p + 2);
 #pragma unroll
             for (int q = 0; q < 4; ++q) p[q] = s.times(p[q]);
-            *unit_at(tile, r, first + j) = {{sm80::low_halves(p[0], p[1]), sm80::high_halves(p[0], p[1]), sm80::low_halves(p[2], p[3]),
-                                             sm80::high_halves(p[2], p[3])}};
+            *unit_at(tile, r, first + j) = {
+                {sm80::low_halves(p[0], p[1]), sm80::high_halves(p[0], p[1]), sm80::low_halves(p[2], p[3]), sm80::high_halves(p[2], p[3])}};
           }
         }
       }

@@ -11,18 +11,16 @@ namespace int4_emu::gpu {
 struct CodeReader {
   PackedMatrix m;
   FormatTraits traits;
-  uint32_t flip;         // xor that turns two's complement codes of a word into unsigned ones
-  int64_t source_row;    // bytes between rows of the stored qweight, whichever axis they run along
-  int64_t source_size;   // bytes of one stored matrix
-  bool plain_bytes;      // one code a byte, nothing packed in words
-  bool byte_zeros;       // likewise for the zero points
-  bool words_aligned;    // rows of row-major words may be read 4 bytes at a time
-  int kw_shift;          // log2 of the codes in a word
+  uint32_t flip;        // xor that turns two's complement codes of a word into unsigned ones
+  int64_t source_row;   // bytes between rows of the stored qweight, whichever axis they run along
+  int64_t source_size;  // bytes of one stored matrix
+  bool plain_bytes;     // one code a byte, nothing packed in words
+  bool byte_zeros;      // likewise for the zero points
+  bool words_aligned;   // rows of row-major words may be read 4 bytes at a time
+  int kw_shift;         // log2 of the codes in a word
 
   // Bit position of the lane-th column of a word.
-  __device__ int shift(int lane) const {
-    return m.bits * (traits.interleaved && m.bits == 4 ? lane / 2 + lane % 2 * 4 : lane);
-  }
+  __device__ int shift(int lane) const { return m.bits * (traits.interleaved && m.bits == 4 ? lane / 2 + lane % 2 * 4 : lane); }
 
   __device__ uint8_t code(int64_t b, int64_t o, int64_t k) const {
     const uint8_t* base = static_cast<const uint8_t*>(m.qweight) + b * source_size;
@@ -114,10 +112,12 @@ struct GroupRow {
     scale_at = r.scale_index(b, o, 0);
     scale_step = r.traits.transposed ? m.out_features : 1;
     const int lanes = (1 << r.kw_shift) - 1;
-    const int64_t stored = r.byte_zeros ? m.out_features : (m.out_features + lanes) >> r.kw_shift, unit = r.byte_zeros ? o : o >> r.kw_shift;
+    const int64_t stored = r.byte_zeros ? m.out_features : (m.out_features + lanes) >> r.kw_shift,
+                  unit = r.byte_zeros ? o : o >> r.kw_shift;
     const int bytes = r.byte_zeros ? 1 : 4;
     zero_step = (r.traits.transposed ? stored : 1) * bytes;
-    if (m.qzeros) zeros = static_cast<const uint8_t*>(m.qzeros) + (b * stored * m.groups + (r.traits.transposed ? unit : unit * m.groups)) * bytes;
+    if (m.qzeros)
+      zeros = static_cast<const uint8_t*>(m.qzeros) + (b * stored * m.groups + (r.traits.transposed ? unit : unit * m.groups)) * bytes;
     // GPTQ v1 writers subtract from the whole word, with borrow: the inverse adds to the whole word and wraps.
     const uint32_t ones = m.bits == 4 ? 0x11111111u : 0x01010101u;
     word_add = !r.byte_zeros && r.traits.zeros == FormatTraits::Zeros::word_minus_one ? ones : 0u;
@@ -159,7 +159,8 @@ inline Status make_reader(const PackedMatrix& m, CodeReader& reader) {
     size = m.out_features * row;
   }
   const uint32_t flip = !t.is_signed ? 0u : (m.bits == 4 ? 0x88888888u : 0x80808080u);
-  reader = {m, t, flip, row, size, plain, plain || m.format == Format::canonical, row % 4 == 0 && is_aligned(m.qweight, 4), m.bits == 4 ? 3 : 2};
+  reader = {
+      m, t, flip, row, size, plain, plain || m.format == Format::canonical, row % 4 == 0 && is_aligned(m.qweight, 4), m.bits == 4 ? 3 : 2};
   return {};
 }
 

@@ -18,7 +18,7 @@ enum class ScaleMode { none, per_chunk, per_lane };
 template <WeightKind kKind>
 struct DecodeShape {
   static constexpr int kLane = kKind == WeightKind::int4 ? 32 : (kKind == WeightKind::int8 ? 16 : 8);  // k of a lane's 16 bytes
-  static constexpr int kChunk = 4 * kLane;                                                            // of the four lanes of a row
+  static constexpr int kChunk = 4 * kLane;                                                             // of the four lanes of a row
 };
 
 template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale>
@@ -227,8 +227,10 @@ template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode k
 Status launch_decode_kernel(const GemmArgs& a, Stream stream) {
   const int64_t width = a.gated ? 8 * kRowTiles : 16 * kRowTiles, tiles = ceil_div(a.columns, width), blocks = a.blocks.blocks * tiles;
   if (blocks <= 0) return {};
-  if (blocks > INT32_MAX) return make_error(Code::unsupported, "decode_kernel must have fewer than 2^31 tiles, got %lld", (long long)blocks);
-  decode_kernel<T, kKind, kTokenTiles, kRowTiles, kScale><<<dim3{static_cast<unsigned>(blocks)}, 32 * kDecodeWarps, 0, stream>>>(a, static_cast<uint32_t>(tiles));
+  if (blocks > INT32_MAX)
+    return make_error(Code::unsupported, "decode_kernel must have fewer than 2^31 tiles, got %lld", (long long)blocks);
+  decode_kernel<T, kKind, kTokenTiles, kRowTiles, kScale>
+      <<<dim3{static_cast<unsigned>(blocks)}, 32 * kDecodeWarps, 0, stream>>>(a, static_cast<uint32_t>(tiles));
   return check_launch("decode_kernel");
 }
 

@@ -14,15 +14,13 @@ constexpr int kUnits = 4;  // of eight columns, per thread
 struct Tiling {
   int64_t lane_rows, rows, units;  // rows of a warp; rows and units of a block and step
 };
-__host__ __device__ inline Tiling tiling(bool transposed) {
-  return transposed ? Tiling{8, 16, 16} : Tiling{1, 8, 32};
-}
+__host__ __device__ inline Tiling tiling(bool transposed) { return transposed ? Tiling{8, 16, 16} : Tiling{1, 8, 32}; }
 
 struct Output {
   void* data;
-  bool codes;   // uint8 codes, else dtype
+  bool codes;  // uint8 codes, else dtype
   DType dtype;
-  bool aligned; // every unit may be stored whole
+  bool aligned;  // every unit may be stored whole
 };
 
 __device__ void dequantize_unit(const CodeReader& reader, int64_t b, int64_t o, int64_t k, int count, const Output& out) {
@@ -84,32 +82,38 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(CodeReader reader,
 
 // The case that matters for speed: 4-bit words, whole units inside one group, floats out. All loads of a thread are issued first.
 template <CodeReader::Words kWords>
-__global__ void __launch_bounds__(kThreads) dequantize_int4_kernel(CodeReader reader, Output out, int64_t row_tiles, int64_t unit_tiles) {
+__global__ void __launch_bounds__(kThreads)
+    dequantize_int4_kernel(CodeReader reader, Output out, uint32_t row_tiles, uint32_t unit_tiles, int group_shift) {
   const PackedMatrix& m = reader.m;
   const Tiling t = tiling(kWords != CodeReader::Words::rows);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int warps_down = static_cast<int>(t.rows / t.lane_rows), lane_units = static_cast<int>(32 / t.lane_rows);
-  const uint32_t tile = blockIdx.x, row_tile = tile / static_cast<uint32_t>(unit_tiles);
-  const int64_t b = row_tile / static_cast<uint32_t>(row_tiles);
-  const int64_t o = row_tile % static_cast<uint32_t>(row_tiles) * t.rows + warp % warps_down * t.lane_rows + lane % t.lane_rows;
+  const uint32_t tile = blockIdx.x, row_tile = tile / unit_tiles;
+  const int64_t b = row_tile / row_tiles;
+  const int64_t o = row_tile % row_tiles * t.rows + warp % warps_down * t.lane_rows + lane % t.lane_rows;
   if (o >= m.out_features) return;
-  const int64_t first = tile % static_cast<uint32_t>(unit_tiles) * (t.units * kUnits) + warp / warps_down * lane_units + lane / t.lane_rows;
+  const int step = static_cast<int>(t.units) * 8, columns = static_cast<int>(m.in_features);
+  const int first = (static_cast<int>(tile % unit_tiles) * static_cast<int>(t.units * kUnits) + warp / warps_down * lane_units +
+                     lane / static_cast<int>(t.lane_rows)) *
+                    8;
   const GroupRow row(reader, b, o);
+  const int64_t at = (b * m.out_features + o) * m.in_features;
   uint32_t words[kUnits];
   float scales[kUnits], zeros[kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    const int64_t k = (first + i * t.units) * 8;
-    if (k >= m.in_features) continue;
-    const int64_t c = static_cast<uint32_t>(k) / static_cast<uint32_t>(m.group_size);
+    const int k = first + i * step;
+    if (k >= columns) continue;
+    const uint32_t c =
+        group_shift >= 0 ? static_cast<uint32_t>(k) >> group_shift : static_cast<uint32_t>(k) / static_cast<uint32_t>(m.group_size);
     words[i] = reader.nibbles<kWords>(b, o, k);
     scales[i] = row.scale(c);
     zeros[i] = static_cast<float>(row.zero(c));
   }
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    const int64_t k = (first + i * t.units) * 8;
-    if (k >= m.in_features) continue;
+    const int k = first + i * step;
+    if (k >= columns) continue;
     float values[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -117,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_int4_kernel(CodeReader re
       const float code = as_float(((words[i] >> (4 * j)) & 0xfu) | 0x4b000000u);
       values[j] = (code - (8388608.f + zeros[i])) * scales[i];
     }
-    store_eight(out.data, out.dtype, (b * m.out_features + o) * m.in_features + k, values);
+    store_eight(out.data, out.dtype, at + k, values);
   }
 }
 
@@ -134,17 +138,25 @@ Status launch_dequantize(const PackedMatrix& m, Output out, void* stream, const 
     return make_error(Code::unsupported, "%s must have fewer than 2^31 tiles of weights, got %lld", name, (long long)blocks);
   }
   const dim3 grid{static_cast<unsigned>(blocks)};
-  const bool fast = m.bits == 4 && !out.codes && out.aligned && m.g_idx == nullptr && m.group_size % 8 == 0 && m.group_size <= INT32_MAX;
+  const bool fast = m.bits == 4 && !out.codes && out.aligned && m.g_idx == nullptr && m.group_size % 8 == 0 && m.group_size <= INT32_MAX &&
+                    m.in_features <= INT32_MAX / 2;
+  const uint32_t rows32 = static_cast<uint32_t>(row_tiles), units32 = static_cast<uint32_t>(unit_tiles);
+  int shift = -1;
+  for (int i = 0; i < 31; ++i) {
+    if (m.group_size == int64_t{1} << i) shift = i;
+  }
   if (fast && !reader.traits.transposed) {
-    dequantize_int4_kernel<CodeReader::Words::rows><<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, row_tiles, unit_tiles);
+    dequantize_int4_kernel<CodeReader::Words::rows><<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, rows32, units32, shift);
     return check_launch("dequantize_int4_kernel");
   }
   if (fast && !reader.traits.packed_along_out) {
-    dequantize_int4_kernel<CodeReader::Words::columns_along_in><<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, row_tiles, unit_tiles);
+    dequantize_int4_kernel<CodeReader::Words::columns_along_in>
+        <<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, rows32, units32, shift);
     return check_launch("dequantize_int4_kernel");
   }
   if (fast) {
-    dequantize_int4_kernel<CodeReader::Words::columns_along_out><<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, row_tiles, unit_tiles);
+    dequantize_int4_kernel<CodeReader::Words::columns_along_out>
+        <<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, rows32, units32, shift);
     return check_launch("dequantize_int4_kernel");
   }
   dequantize_kernel<<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, row_tiles, unit_tiles);

@@ -33,7 +33,8 @@ template <class T>
 Status launch(const GemmArgs& a, int64_t block_rows, void* out, int64_t stride, Stream stream) {
   const int64_t positions = a.blocks.blocks * block_rows;
   if (positions <= 0) return {};
-  if (positions > INT32_MAX) return make_error(Code::unsupported, "x must need fewer than 2^31 gathered rows, got %lld", (long long)positions);
+  if (positions > INT32_MAX)
+    return make_error(Code::unsupported, "x must need fewer than 2^31 gathered rows, got %lld", (long long)positions);
   gather_kernel<T><<<dim3{static_cast<unsigned>(positions)}, kThreads, 0, stream>>>(a, block_rows, static_cast<T*>(out), stride);
   return check_launch("gather_kernel");
 }

@@ -16,7 +16,7 @@ inline WeightKind kind_of(const Weight& w) { return !w.packed ? WeightKind::dens
 struct GemmArgs {
   Weight w;
   RowBlocks blocks;
-  const void* x = nullptr;            // row r of the blocks reads row r / row_divisor of x
+  const void* x = nullptr;  // row r of the blocks reads row r / row_divisor of x
   int64_t x_stride = 0;
   int row_divisor = 1;
   DType x_dtype = DType::f32;
@@ -25,13 +25,13 @@ struct GemmArgs {
   void* out = nullptr;                // row r of the blocks writes row r of out
   int64_t out_stride = 0;
   DType out_dtype = DType::f32;
-  int64_t columns = 0;                // of out
-  bool out_pairs = false;             // two neighbouring elements of out may be stored at once
+  int64_t columns = 0;     // of out
+  bool out_pairs = false;  // two neighbouring elements of out may be stored at once
   bool gated = false, activated = false;
   int64_t column_step = 1, part_step = 0;
   ActivationSpec activation;
-  bool w_vector = false;              // weights come in 16-byte units inside one group
-  int group_shift = -1;               // log2 of the group size where it is a power of two
+  bool w_vector = false;  // weights come in 16-byte units inside one group
+  int group_shift = -1;   // log2 of the group size where it is a power of two
 };
 
 // Group of column k, without a division where that can be.

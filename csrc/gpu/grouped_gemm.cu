@@ -25,8 +25,8 @@ struct Bounds {
 };
 
 // Blocks of the groups in order: their experts and first rows. One thread block.
-__global__ void __launch_bounds__(kThreads) group_blocks_kernel(Bounds bounds, int64_t block_rows, int64_t capacity, int32_t* block_experts,
-                                                                int64_t* first_rows) {
+__global__ void __launch_bounds__(kThreads)
+    group_blocks_kernel(Bounds bounds, int64_t block_rows, int64_t capacity, int32_t* block_experts, int64_t* first_rows) {
   __shared__ int64_t partial[kThreads];
   const int64_t share = (bounds.experts + kThreads - 1) / kThreads, begin = threadIdx.x * share;
   const int64_t end = begin + share < bounds.experts ? begin + share : bounds.experts;
@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(kThreads) group_blocks_kernel(Bounds bounds, i
 }
 
 // rows [capacity * block_rows]: the row of each position, or R; and zeros to the rows of `out` outside every group.
-__global__ void __launch_bounds__(kThreads) group_rows_kernel(Bounds bounds, int64_t block_rows, int64_t capacity, const int32_t* block_experts,
-                                                              const int64_t* first_rows, int32_t* rows, void* out, DType dtype, int64_t columns) {
+__global__ void __launch_bounds__(kThreads)
+    group_rows_kernel(Bounds bounds, int64_t block_rows, int64_t capacity, const int32_t* block_experts, const int64_t* first_rows,
+                      int32_t* rows, void* out, DType dtype, int64_t columns) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads, start = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   for (int64_t i = start; i < capacity * block_rows; i += stride) {
     const int64_t block = i / block_rows, expert = block_experts[block];
@@ -65,7 +66,8 @@ __global__ void __launch_bounds__(kThreads) group_rows_kernel(Bounds bounds, int
     }
     rows[i] = static_cast<int32_t>(row);
   }
-  const int64_t before = bounds.experts > 0 ? bounds.at(0) : bounds.rows, after = bounds.experts > 0 ? bounds.at(bounds.experts) : bounds.rows;
+  const int64_t before = bounds.experts > 0 ? bounds.at(0) : bounds.rows,
+                after = bounds.experts > 0 ? bounds.at(bounds.experts) : bounds.rows;
   for (int64_t i = start; i < before * columns; i += stride) store_float(out, dtype, i, 0.f);
   for (int64_t i = after * columns + start; i < bounds.rows * columns; i += stride) store_float(out, dtype, i, 0.f);
 }
@@ -100,12 +102,14 @@ struct Groups {
 
 size_t grouped_gemm_workspace_bytes(const GroupedGemmProblem& p) { return Groups(p, nullptr).bytes; }
 
-Status grouped_gemm(const GroupedGemmProblem& p, const DeviceOffsets& offsets, void* workspace, size_t bytes, void* stream_pointer, Atom atom) {
+Status grouped_gemm(const GroupedGemmProblem& p, const DeviceOffsets& offsets, void* workspace, size_t bytes, void* stream_pointer,
+                    Atom atom) {
   if (p.rows == 0 || p.weight.n == 0) return {};
   const Stream stream = as_stream(stream_pointer);
   const Groups groups(p, workspace);
   if (bytes < groups.bytes) return make_error(Code::internal, "grouped_gemm needs a workspace of %zu bytes, got %zu", groups.bytes, bytes);
-  if (p.rows > INT32_MAX - kMostBlockRows) return make_error(Code::unsupported, "x must have fewer than 2^31 - 128 rows, got %lld", (long long)p.rows);
+  if (p.rows > INT32_MAX - kMostBlockRows)
+    return make_error(Code::unsupported, "x must have fewer than 2^31 - 128 rows, got %lld", (long long)p.rows);
 
   GemmArgs a = groups.gemm;
   Plan plan;
@@ -116,8 +120,8 @@ Status grouped_gemm(const GroupedGemmProblem& p, const DeviceOffsets& offsets, v
   if (Status s = check_launch("group_blocks_kernel"); !s) return s;
   const int64_t work = ceil_div(blocks * plan.block_rows, kThreads);
   const unsigned grid = work < 1 ? 32u : (work > 1024 ? 1024u : static_cast<unsigned>(work));
-  group_rows_kernel<<<dim3{grid}, kThreads, 0, stream>>>(bounds, plan.block_rows, blocks, groups.block_experts, groups.first_rows, groups.rows,
-                                                         p.out, p.dtype, p.weight.n);
+  group_rows_kernel<<<dim3{grid}, kThreads, 0, stream>>>(bounds, plan.block_rows, blocks, groups.block_experts, groups.first_rows,
+                                                         groups.rows, p.out, p.dtype, p.weight.n);
   if (Status s = check_launch("group_rows_kernel"); !s) return s;
   a.blocks = {groups.rows, groups.block_experts, blocks, p.rows};
   if (Status s = launch_gather(a, plan.block_rows, groups.gathered, stream); !s) return s;

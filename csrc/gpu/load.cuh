@@ -17,7 +17,7 @@ __device__ inline void widen_eight(const Vec4& v, float* out) {
 
 // x[row][k..k+8]; zero past K and in padding rows (row < 0). 16-bit rows are padded with zeros to whole units.
 template <class T>
-__device__ inline void load_x(const GemmArgs& a, int32_t row, int64_t k, float* out) {
+__device__ __forceinline__ void load_x(const GemmArgs& a, int32_t row, int64_t k, float* out) {
   const T* x = static_cast<const T*>(a.x) + static_cast<int64_t>(row < 0 ? 0 : row / a.row_divisor) * a.x_stride + k;
   if constexpr (sizeof(T) == 2) {
     const Vec4 zero = {{0, 0, 0, 0}};
@@ -30,7 +30,7 @@ __device__ inline void load_x(const GemmArgs& a, int32_t row, int64_t k, float* 
 
 // Weight row `row` (-1: outside), k..k+8, in fp32: exact codes times scales, or dense elements.
 template <WeightKind kKind>
-__device__ inline void load_w(const GemmArgs& a, int64_t expert, int64_t row, int64_t k, float* out) {
+__device__ __forceinline__ void load_w(const GemmArgs& a, int64_t expert, int64_t row, int64_t k, float* out) {
   const Weight& w = a.w;
   if constexpr (kKind == WeightKind::dense) {
     const int64_t at = expert * w.expert_stride + (row < 0 ? 0 : row) * w.n_stride;

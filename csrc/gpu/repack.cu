@@ -10,7 +10,8 @@ constexpr int kThreads = 256;
 // A grid on x for `n` threads, or a refusal.
 Status grid_for(int64_t n, unsigned* blocks, const char* name) {
   const int64_t count = ceil_div(n, kThreads);
-  if (count > INT32_MAX) return make_error(Code::unsupported, "%s must have fewer than 2^31 blocks of work, got %lld", name, (long long)count);
+  if (count > INT32_MAX)
+    return make_error(Code::unsupported, "%s must have fewer than 2^31 blocks of work, got %lld", name, (long long)count);
   *blocks = static_cast<unsigned>(count);
   return {};
 }
@@ -18,8 +19,8 @@ Status grid_for(int64_t n, unsigned* blocks, const char* name) {
 __device__ inline int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 
 // One thread: eight columns of one canonical row. Neighbouring threads hold neighbouring rows of a transposed source.
-__global__ void __launch_bounds__(kThreads) repack_codes_kernel(CodeReader reader, const int32_t* in_perm, const int32_t* out_perm,
-                                                                uint8_t* qweight, int64_t units, bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+    repack_codes_kernel(CodeReader reader, const int32_t* in_perm, const int32_t* out_perm, uint8_t* qweight, int64_t units, bool aligned) {
   const PackedMatrix& m = reader.m;
   const int64_t i = thread_index(), per_matrix = m.out_features * units;
   if (i >= m.batch * per_matrix) return;
@@ -97,13 +98,14 @@ __device__ uint32_t reorder_nibbles(uint32_t word, bool forward) {
 }
 
 // One thread: one word; canonical [N][words], tiles [N/16][words][16].
-__global__ void __launch_bounds__(kThreads) prepack_kernel(const uint8_t* in, uint8_t* out, int64_t total, int64_t words, int bits,
-                                                           bool forward) {
+__global__ void __launch_bounds__(kThreads)
+    prepack_kernel(const uint8_t* in, uint8_t* out, int64_t total, int64_t words, int bits, bool forward) {
   const int64_t i = thread_index();  // over the tile order
   if (i >= total) return;
   const int64_t block = i / (words * 16), w = i / 16 % words, row = block * 16 + i % 16, canonical = row * words + w;
   const uint8_t* from = in + 4 * (forward ? canonical : i);
-  uint32_t word = from[0] | static_cast<uint32_t>(from[1]) << 8 | static_cast<uint32_t>(from[2]) << 16 | static_cast<uint32_t>(from[3]) << 24;
+  uint32_t word =
+      from[0] | static_cast<uint32_t>(from[1]) << 8 | static_cast<uint32_t>(from[2]) << 16 | static_cast<uint32_t>(from[3]) << 24;
   if (bits == 4) word = reorder_nibbles(word, forward);
   uint8_t* to = out + 4 * (forward ? i : canonical);
   for (int j = 0; j < 4; ++j) to[j] = static_cast<uint8_t>(word >> (8 * j));

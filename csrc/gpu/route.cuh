@@ -9,7 +9,7 @@ namespace int4_emu::gpu {
 
 // Ids as the router wrote them; an id outside [0, global_experts) is unrouted, tested at its full width before any look-up.
 struct DeviceRoute {
-  const void* ids;            // [count] int32 or int64
+  const void* ids;  // [count] int32 or int64
   bool ids_are_int64;
   const int32_t* expert_map;  // [global_experts] or null
   int64_t global_experts, experts;
@@ -22,9 +22,7 @@ struct DeviceRoute {
   }
 };
 
-inline DeviceRoute route_of(const MoeProblem& p) {
-  return {p.topk_ids, p.ids_are_int64, p.expert_map, p.global_experts, p.w13.experts};
-}
+inline DeviceRoute route_of(const MoeProblem& p) { return {p.topk_ids, p.ids_are_int64, p.expert_map, p.global_experts, p.w13.experts}; }
 
 // Row blocks: position i of `rows` belongs to block i / block_rows, whose expert is experts[i / block_rows], -1 where unused.
 // A row of `row_count` or more pads a block.

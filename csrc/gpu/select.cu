@@ -37,7 +37,8 @@ void reject_mma_sm80(int device, DType x, char* reason, size_t size) {
     INT4_EMU_RUNTIME(GetLastError)();
     std::snprintf(reason, size, "not used since device %d cannot be asked: %s", device, INT4_EMU_RUNTIME(GetErrorString)(error));
   } else if (properties.major < 8) {
-    std::snprintf(reason, size, "not used since it needs sm_80 or newer, and device %d is sm_%d%d", device, properties.major, properties.minor);
+    std::snprintf(reason, size, "not used since it needs sm_80 or newer, and device %d is sm_%d%d", device, properties.major,
+                  properties.minor);
   }
 #endif
 }
@@ -47,7 +48,8 @@ Status launch_mma(const GemmArgs&, const Plan&, Stream) { return make_error(Code
 #else
 Status launch_mma(const GemmArgs& a, const Plan& plan, Stream stream) {
   const bool bf16 = a.x_dtype == DType::bf16;
-  if (plan.decode) return bf16 ? launch_decode_mma_sm80_bf16(a, plan.block_rows, stream) : launch_decode_mma_sm80_fp16(a, plan.block_rows, stream);
+  if (plan.decode)
+    return bf16 ? launch_decode_mma_sm80_bf16(a, plan.block_rows, stream) : launch_decode_mma_sm80_fp16(a, plan.block_rows, stream);
   return bf16 ? launch_gemm_mma_sm80_bf16(a, plan.block_rows, stream) : launch_gemm_mma_sm80_fp16(a, plan.block_rows, stream);
 }
 #endif
@@ -112,8 +114,8 @@ void describe_memory(GemmArgs& a) {
     return;
   }
   const int64_t codes = 128 / w.bits;  // of a 16-byte unit
-  a.w_vector = small && w.k % codes == 0 && (w.group_size % codes == 0 || w.groups == 1) && w.n_stride % 16 == 0 && w.expert_stride % 16 == 0 &&
-               is_aligned(w.data, 16) && w.group_size <= INT32_MAX;
+  a.w_vector = small && w.k % codes == 0 && (w.group_size % codes == 0 || w.groups == 1) && w.n_stride % 16 == 0 &&
+               w.expert_stride % 16 == 0 && is_aligned(w.data, 16) && w.group_size <= INT32_MAX;
 }
 
 Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t rows, int64_t experts, Plan* plan) {

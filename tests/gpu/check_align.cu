@@ -11,7 +11,8 @@ void check_case(int64_t slots, int64_t experts, int64_t block, bool wide, bool m
   std::vector<int64_t> ids(slots);
   for (int64_t& id : ids) {
     const unsigned kind = random() % 16;
-    id = kind == 0 ? -1 : (kind == 1 ? global : (kind == 2 && wide ? (int64_t{1} << 32) : static_cast<int64_t>(global ? random() % global : 3)));
+    id = kind == 0 ? -1
+                   : (kind == 1 ? global : (kind == 2 && wide ? (int64_t{1} << 32) : static_cast<int64_t>(global ? random() % global : 3)));
   }
   std::vector<int32_t> narrow(ids.begin(), ids.end()), map(global);
   for (int32_t& local : map) local = random() % 3 == 0 ? -1 : static_cast<int32_t>(random() % (experts + 1));

@@ -93,9 +93,11 @@ void check_one(const Checkpoint& c, Random& random) {
     for (int64_t i = 0; i < o; ++i) out[i] = static_cast<int32_t>(random() % o);
     const Buffer<int32_t> device_in(in), device_out(out);
     std::vector<uint8_t> q(batch * o * row_bytes(k, c.m.bits)), s(canonical_scales.size()), z(zeros.size());
-    must(cpu::repack(c.m, permuted ? in.data() : nullptr, permuted ? out.data() : nullptr, {q.data(), s.data(), z.data()}, kSerial), "cpu repack");
+    must(cpu::repack(c.m, permuted ? in.data() : nullptr, permuted ? out.data() : nullptr, {q.data(), s.data(), z.data()}, kSerial),
+         "cpu repack");
     Buffer<uint8_t> gq(q.size()), gs(s.size()), gz(z.size());
-    must(gpu::repack(device.m, permuted ? device_in.get() : nullptr, permuted ? device_out.get() : nullptr, {gq.get(), gs.get(), gz.get()}, nullptr),
+    must(gpu::repack(device.m, permuted ? device_in.get() : nullptr, permuted ? device_out.get() : nullptr, {gq.get(), gs.get(), gz.get()},
+                     nullptr),
          "repack");
     ok = ok && gq.host() == q && gs.host() == s && gz.host() == z && gq.guarded() && gs.guarded() && gz.guarded();
     if (!permuted) canonical_scales = s;
@@ -109,7 +111,8 @@ void check_one(const Checkpoint& c, Random& random) {
     for (int64_t row = 0; row < batch * o; ++row) {
       for (int64_t j = 0; j < k; ++j) {
         const int64_t group = c.m.g_idx ? c.g_idx[row / o * k + j] : j / c.m.group_size, at = row * groups + group;
-        want[row * k + j] = static_cast<float>(codes[row * k + j] - zeros[at]) * cpu::load_float(canonical_scales.data(), c.m.scale_dtype, at);
+        want[row * k + j] =
+            static_cast<float>(codes[row * k + j] - zeros[at]) * cpu::load_float(canonical_scales.data(), c.m.scale_dtype, at);
       }
     }
     expect(out.host() == Floats(type, want).data && out.guarded(), std::string("dequantize to ") + dtype_text(type) + " " + name);
@@ -145,9 +148,11 @@ void check_formats() {
       if (bits == 8 && t.packed_along_out && !t.plain_int8) continue;
       for (int size = 0; size < (quick ? 1 : 3); ++size) {
         // Whole tiles, odd sizes, a group that is no multiple of eight with a short last group.
-        int64_t o = size == 0 ? 40 : (size == 1 ? 19 : 264), k = size == 0 ? 72 : (size == 1 ? 37 : 1160), group = size == 0 ? 24 : (size == 1 ? 5 : 128);
+        int64_t o = size == 0 ? 40 : (size == 1 ? 19 : 264), k = size == 0 ? 72 : (size == 1 ? 37 : 1160),
+                group = size == 0 ? 24 : (size == 1 ? 5 : 128);
         if (t.scales_are_1d) group = k;
-        check_one(Checkpoint(format, bits, 2, o, k, group, types[turn++ % 3], size != 1 || bits == 4, size != 1 && !t.scales_are_1d && f % 2 == 0, random),
+        check_one(Checkpoint(format, bits, 2, o, k, group, types[turn++ % 3], size != 1 || bits == 4,
+                             size != 1 && !t.scales_are_1d && f % 2 == 0, random),
                   random);
       }
     }

@@ -29,6 +29,7 @@ HostWeight projection(const Case& c, int64_t n, int64_t k, bool first, Random& r
 }
 
 void check_case(const Case& c) {
+  if (!next_case()) return;
   Random random(static_cast<unsigned>(c.tokens * 31 + c.hidden));
   const bool gated = static_cast<int>(c.activation.kind) < 16;
   HostWeight w13 = projection(c, c.intermediate * (gated ? 2 : 1), c.hidden, true, random);
@@ -40,7 +41,8 @@ void check_case(const Case& c) {
   std::vector<int64_t> ids(slots);
   for (int64_t& id : ids) {
     const unsigned kind = c.bad_ids ? random() % 12 : 99;
-    id = kind == 0 ? -1 : (kind == 1 ? global : (kind == 2 && c.wide_ids ? (int64_t{1} << 32) + 1 : static_cast<int64_t>(random() % global)));
+    id = kind == 0 ? -1
+                   : (kind == 1 ? global : (kind == 2 && c.wide_ids ? (int64_t{1} << 32) + 1 : static_cast<int64_t>(random() % global)));
   }
   if (c.bad_ids && c.tokens > 1) std::fill(ids.begin(), ids.begin() + c.topk, -1);  // a token without any expert
   std::vector<int32_t> narrow(ids.begin(), ids.end()), map;
@@ -102,10 +104,11 @@ void check_case(const Case& c) {
     for (int64_t n = 0; n < c.hidden && !routed; ++n) error += got[t * c.hidden + n] == 0.f ? 0. : 1.;
   }
   char detail[200];
-  std::snprintf(detail, sizeof(detail), "%s M=%lld H=%lld I=%lld E=%lld k=%lld %s%s%d: error %.2e", gpu::atom_name(c.atom), (long long)c.tokens,
-                (long long)c.hidden, (long long)c.intermediate, (long long)c.experts, (long long)c.topk, dtype_text(c.dtype), c.bits ? " int" : " dense ",
-                c.bits, error);
-  expect(error < tolerance(c.dtype, c.bits > 0 && c.zeros && c.atom != gpu::Atom::fma) && out.guarded() && workspace.guarded(), std::string("fused_moe ") + c.name, detail);
+  std::snprintf(detail, sizeof(detail), "%s M=%lld H=%lld I=%lld E=%lld k=%lld %s%s%d: error %.2e", gpu::atom_name(c.atom),
+                (long long)c.tokens, (long long)c.hidden, (long long)c.intermediate, (long long)c.experts, (long long)c.topk,
+                dtype_text(c.dtype), c.bits ? " int" : " dense ", c.bits, error);
+  expect(error < tolerance(c.dtype, c.bits > 0 && c.zeros && c.atom != gpu::Atom::fma) && out.guarded() && workspace.guarded(),
+         std::string("fused_moe ") + c.name, detail);
 }
 
 ActivationSpec activation(Activation kind, bool limited = false) {

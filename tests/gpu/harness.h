@@ -23,6 +23,13 @@ struct Report {
 };
 extern Report report;
 extern bool quick;
+extern int every;  // of the layer and grouped cases, one in so many runs
+
+// Whether the next case of those is to run.
+inline bool next_case() {
+  static int count = 0;
+  return count++ % every == 0;
+}
 
 inline void expect(bool ok, const std::string& name, const std::string& detail = "") {
   ok ? ++report.passed : ++report.failed;

@@ -11,8 +11,8 @@ namespace selfcheck {
 
 // One projection on host and device, dense or packed.
 struct HostWeight {
-  Weight w;                   // device pointers
-  std::vector<double> values; // [E, N, K], exact
+  Weight w;                    // device pointers
+  std::vector<double> values;  // [E, N, K], exact
   std::vector<int32_t> perm;
   Floats bias;
   std::unique_ptr<Buffer<uint8_t>> data, scales, zeros, bias_data;
@@ -44,17 +44,21 @@ struct HostWeight {
   }
 };
 
-inline HostWeight packed_weight(int64_t e, int64_t n, int64_t k, int bits, int64_t group, DType scale_type, bool zeros, int64_t row_slack, Random& random) {
+inline HostWeight packed_weight(int64_t e, int64_t n, int64_t k, int bits, int64_t group, DType scale_type, bool zeros, int64_t row_slack,
+                                Random& random) {
   HostWeight h;
   Weight& w = h.w;
-  w.experts = e, w.n = n, w.k = k, w.packed = true, w.bits = bits, w.group_size = group, w.groups = ceil_div(k, group), w.scale_dtype = scale_type;
+  w.experts = e, w.n = n, w.k = k, w.packed = true, w.bits = bits, w.group_size = group, w.groups = ceil_div(k, group),
+  w.scale_dtype = scale_type;
   w.n_stride = row_bytes(k, bits) + row_slack, w.expert_stride = n * w.n_stride;
   const std::vector<uint8_t> codes = random_bytes(e * w.expert_stride, random);
   std::vector<float> s = random_floats(e * n * w.groups, 0.01f, random);
-  if (bits == 8) for (float& f : s) f /= 16.f;
+  if (bits == 8)
+    for (float& f : s) f /= 16.f;
   const Floats scales(scale_type, s);
   std::vector<uint8_t> z = random_bytes(e * n * w.groups, random);
-  if (bits == 4) for (uint8_t& v : z) v &= 15;
+  if (bits == 4)
+    for (uint8_t& v : z) v &= 15;
   h.values.resize(e * n * k);
   for (int64_t row = 0; row < e * n; ++row) {
     for (int64_t j = 0; j < k; ++j) {
@@ -130,6 +134,8 @@ inline double relative_error(const Floats& got, const std::vector<double>& want)
 
 // Rounding of weights, intermediate and result each cost about a third of a unit in the last place. Rounded weights that any zero
 // point has shifted partly cancel in a sum, and their rounding does not.
-inline double tolerance(DType t, bool shifted) { return (t == DType::f32 ? 3e-6 : (t == DType::bf16 ? 4e-3 : 6e-4)) * (shifted ? 2.5 : 1.); }
+inline double tolerance(DType t, bool shifted) {
+  return (t == DType::f32 ? 3e-6 : (t == DType::bf16 ? 4e-3 : 6e-4)) * (shifted ? 2.5 : 1.);
+}
 
 }  // namespace selfcheck

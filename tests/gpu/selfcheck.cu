@@ -1,10 +1,13 @@
-// Checks every GPU op against a host reference without torch. Arguments: --quick (small, for sanitizers), --time (the table of times),
-// --only-time. The exit status is 0 when every check passed.
+// Checks every GPU op against a host reference without torch. Arguments: --quick (small, for sanitizers), --every=N (one in N of the layer
+// and grouped cases), --time (the table of times), --only-time. The exit status is 0 when every check passed.
+#include <algorithm>
+
 #include "harness.h"
 
 namespace selfcheck {
 Report report;
 bool quick = false;
+int every = 1;
 }  // namespace selfcheck
 
 int main(int argc, char** argv) {
@@ -13,6 +16,7 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     quick = quick || argument == "--quick";
+    if (argument.rfind("--every=", 0) == 0) every = std::max(1, std::atoi(argument.c_str() + 8));
     timing = timing || argument == "--time" || argument == "--only-time";
     checks = checks && argument != "--only-time";
   }

@@ -23,7 +23,8 @@ __global__ void fill_kernel(uint32_t* out, int64_t n, uint32_t mask, uint32_t ba
 struct Random16 {
   explicit Random16(int64_t bytes, bool small) {
     must(INT4_EMU_RUNTIME(Malloc)(&data, bytes + 64), "allocate");
-    fill_kernel<<<1024, 256>>>(static_cast<uint32_t*>(data), bytes / 4 + 1, small ? 0x807f807fu : 0xffffffffu, small ? 0x3c003c00u : 0u, 5u);
+    fill_kernel<<<1024, 256>>>(static_cast<uint32_t*>(data), bytes / 4 + 1, small ? 0x807f807fu : 0xffffffffu, small ? 0x3c003c00u : 0u,
+                               5u);
     must(gpu::check_launch("fill"), "fill");
   }
   ~Random16() { INT4_EMU_RUNTIME(Free)(data); }
@@ -64,14 +65,15 @@ double copy_bytes_per_us(gpu::Stream stream) {
 void time_dequantize(gpu::Stream stream, double copy) {
   const int64_t batch = 8, o = 14336, k = 4096, group = 128;
   for (Format format : {Format::canonical, Format::gptq_v1, Format::awq}) {
-    const Random16 codes(batch * o * k / 2, false), scales(batch * o * k / group * 2, true), zeros(batch * o * k / group, false), out(batch * o * k * 2, false);
+    const Random16 codes(batch * o * k / 2, false), scales(batch * o * k / group * 2, true), zeros(batch * o * k / group, false),
+        out(batch * o * k * 2, false);
     PackedMatrix m;
     m.format = format, m.batch = batch, m.out_features = o, m.in_features = k, m.groups = k / group, m.group_size = group;
     m.qweight = codes.data, m.scales = scales.data, m.scale_dtype = DType::bf16, m.qzeros = zeros.data;
     const double us = time_us(stream, 10, [&] { must(gpu::dequantize(m, DType::bf16, out.data, stream), "dequantize"); });
     const double bytes = 2.5 * batch * o * k + 2.5 * batch * o * (k / group);
-    std::printf("dequantize %-10s [%lld, %lld, %lld] g128 to bf16: %.0f us, %.0f GB/s, %.0f %% of copy\n", format_name(format), (long long)batch, (long long)o,
-                (long long)k, us, bytes / us / 1e3, 100 * bytes / us / copy);
+    std::printf("dequantize %-10s [%lld, %lld, %lld] g128 to bf16: %.0f us, %.0f GB/s, %.0f %% of copy\n", format_name(format),
+                (long long)batch, (long long)o, (long long)k, us, bytes / us / 1e3, 100 * bytes / us / copy);
   }
 }
 
@@ -117,8 +119,10 @@ void time_layer(gpu::Stream stream, const Shape& s, bool packed, double copy) {
     const Random16 x(tokens * s.hidden * 2, true);
     Random16 out(tokens * s.hidden * 2, true);
     MoeProblem p;
-    p.tokens = tokens, p.hidden = s.hidden, p.intermediate = s.intermediate, p.topk = s.topk, p.x = x.data, p.x_stride = s.hidden, p.dtype = DType::bf16;
-    p.w13 = random_weight(s, 2 * s.intermediate, s.hidden, packed, w13, s13), p.w2 = random_weight(s, s.hidden, s.intermediate, packed, w2, s2);
+    p.tokens = tokens, p.hidden = s.hidden, p.intermediate = s.intermediate, p.topk = s.topk, p.x = x.data, p.x_stride = s.hidden,
+    p.dtype = DType::bf16;
+    p.w13 = random_weight(s, 2 * s.intermediate, s.hidden, packed, w13, s13),
+    p.w2 = random_weight(s, s.hidden, s.intermediate, packed, w2, s2);
     p.topk_weights = weights.get(), p.global_experts = s.experts, p.out = out.data;
     Buffer<uint8_t> workspace(gpu::moe_workspace_bytes(p));
     INT4_EMU_RUNTIME(Graph_t) graph;
@@ -136,7 +140,8 @@ void time_layer(gpu::Stream stream, const Shape& s, bool packed, double copy) {
     const double elements = touched * 3. * s.hidden * s.intermediate;
     const double bytes = elements * (packed ? 0.5 + 2. / s.group : 2.), operations = 6. * slots * s.hidden * s.intermediate;
     const double floor = std::max(bytes / copy, operations / 730e6);
-    std::printf("%-8s %-6s M=%-5lld %9.1f us  floor %8.1f  %3.0f %%\n", s.name, packed ? "int4" : "bf16", (long long)tokens, us, floor, 100 * floor / us);
+    std::printf("%-8s %-6s M=%-5lld %9.1f us  floor %8.1f  %3.0f %%\n", s.name, packed ? "int4" : "bf16", (long long)tokens, us, floor,
+                100 * floor / us);
   }
 }
 
