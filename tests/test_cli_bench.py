@@ -37,13 +37,14 @@ def test_bench_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureF
     assert torch.get_num_threads() >= 1
 
 
-def test_json_on_stdout_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("file", [["-"], []])
+def test_json_on_stdout_is_nothing_but_json(file: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             [
                 *QUICK,
                 "--json",
-                "-",
+                *file,
                 "--weights",
                 "packed",
                 "--no-peer",

@@ -71,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="few experts, tokens and rounds: a first look, not a measurement"
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write the results; - for stdout, the table then goes to stderr"
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="write the results; without FILE (or with -) to stdout, the table then goes to stderr",
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draw time over tokens (needs matplotlib)")
 
