@@ -120,6 +120,22 @@ def test_bad_options(options: list[str], sentence: str, capsys: pytest.CaptureFi
     assert sentence in capsys.readouterr().err
 
 
+def test_a_prompt_that_is_too_long_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["run", "--prompt", "Now is the winter of our discontent. " * 200, "--max-new-tokens", "1"]) == 2
+    )
+    captured = capsys.readouterr()
+    assert "prompt and new tokens must fit the model's 512 positions" in captured.err
+    assert "winter" not in captured.out
+
+
+def test_a_perplexity_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"ab\xff")
+    assert main(["run", "--perplexity", str(path)]) == 2
+    assert f"{path} is not UTF-8 text: invalid start byte at byte 2" in capsys.readouterr().err
+
+
 def test_weights_are_measured_for_the_mode_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {}
     for weights in ("packed", "dequantized"):

@@ -90,6 +90,21 @@ def end_of_text_ids(model: Any) -> tuple[int, ...]:
     return ()
 
 
+def check_length(model: Any, prompt_tokens: int, new_tokens: int) -> None:
+    """Whether a prompt and its continuation fit the model; `greedy_ids` asks only when its first token is taken.
+
+    Raises:
+        ValueError: they do not, or the prompt is empty.
+    """
+    if not prompt_tokens:
+        raise ValueError("the prompt must have at least one token, got none")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and prompt_tokens + new_tokens > positions:
+        raise ValueError(
+            f"prompt and new tokens must fit the model's {positions} positions, got {prompt_tokens} + {new_tokens}"
+        )
+
+
 @torch.inference_mode()
 def greedy_ids(
     model: Any, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int] | None = None
@@ -105,14 +120,7 @@ def greedy_ids(
     Raises:
         ValueError: the prompt is empty, or prompt and continuation exceed the model's positions.
     """
-    if not prompt_ids:
-        raise ValueError("the prompt must have at least one token, got none")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and len(prompt_ids) + max_new_tokens > positions:
-        raise ValueError(
-            f"prompt and new tokens must fit the model's {positions} positions, "
-            f"got {len(prompt_ids)} + {max_new_tokens}"
-        )
+    check_length(model, len(prompt_ids), max_new_tokens)
     stops = end_of_text_ids(model) if stop_ids is None else tuple(stop_ids)
     step = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)  # [1, tokens]
     # transformers renamed the key-value cache in 5.2x; the old name still works there, with a warning.

@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
     checkpoint = Checkpoint(folder, strict=not args.lenient)
     infos = checkpoint.describe()
     text_file = _perplexity_file(args, folder)
-    text = None if text_file is None else text_file.read_text(encoding="utf-8")
+    text = None if text_file is None else _read_text(text_file)
     print_pairs(
         out, str(folder) if args.dir else "the embedded model (no DIR given)", _found(checkpoint, infos)
     )
@@ -151,6 +151,13 @@ def _found(checkpoint: Checkpoint, infos: list[LayerInfo]) -> list[tuple[str, st
     return lines + [
         (f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}", way) for way, layers in ways.items()
     ]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _perplexity_file(args: argparse.Namespace, folder: Path) -> Path | None:
@@ -241,7 +248,7 @@ def print_memory(
 
 def _speak(out: Console, args: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int] | None) -> None:
     """Streams the continuation; a model without a tokenizer speaks in ids."""
-    from ..generation import greedy_ids, stream_text
+    from ..generation import check_length, greedy_ids, stream_text
 
     if ids is not None:
         count, prompt = len(ids), f"ids {' '.join(map(str, ids))} ->"
@@ -252,6 +259,7 @@ def _speak(out: Console, args: argparse.Namespace, model: Any, tokenizer: Any, i
         count = len(tokenizer(prompt)["input_ids"])
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     new = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, (positions or 1 << 30) - count))
+    check_length(model, count, new)  # before the prompt is printed
     forwards: list[float] = []
     hook = model.register_forward_hook(lambda *_: forwards.append(time.perf_counter()))
     if ids is not None:
