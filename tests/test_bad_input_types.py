@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -63,3 +66,17 @@ def test_experts() -> None:
         experts(torch.tensor(1.0), weights, ids)
     with pytest.raises(ValueError, match=r"^top_k must be >= 1, got 0$"):
         int4_emu.Experts(torch.ones(2, 8, 4), torch.ones(2, 4, 4), dtype=torch.float32, top_k=0)
+
+
+def test_an_instruction_set_that_cannot_serve() -> None:
+    """The choice by environment variable is a backend's: raw ops say so with the type of the layers' refusal."""
+    program = (
+        "import torch, int4_emu\n"
+        "try: int4_emu.ops.dequantize(torch.zeros(2, 4, dtype=torch.uint8), torch.ones(2, 1), group_size=8)\n"
+        "except int4_emu.BackendError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "INT4_EMU_CPU_ISA": "sse9"}, capture_output=True,
+        text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert 'INT4_EMU_CPU_ISA must be portable, avx2, avx512 or amx, got "sse9"' in done.stdout

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import _checks_formats, _fake
 from ._enums import Activation, Format, Layout, W13Order, parse_enum
+from .errors import BackendError
 
 _fake.register()
 
@@ -58,6 +59,8 @@ def _call(op: Any, check: Callable[..., Any], args: tuple[Any, ...], options: di
                 raise TypeError(f"{argument.name} must be of type Tensor, got NoneType") from None
         if not isinstance(error, NotImplementedError):
             check(*args, **options)
+        if "INT4_EMU_CPU_ISA" in str(error):
+            raise BackendError(str(error)) from None
         raise
 
 
