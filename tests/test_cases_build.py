@@ -140,23 +140,29 @@ def copied_package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("stub", ["absent", "unresolved symbol"])
+@pytest.mark.parametrize("stub", ["absent", "unresolved symbol", "another library"])
 def test_case_24_import_works_and_says_why(copied_package: Path, stub: str) -> None:
     import torch
 
     library = copied_package / "int4_emu" / "_C.abi3.so"
-    if stub == "unresolved symbol":
+    if stub != "absent":
         compiler = shutil.which("cc") or shutil.which("g++")
         if compiler is None:
             pytest.skip("no compiler")
         source = copied_package / "stub.c"
-        source.write_text(
+        unresolved = (
             "extern int torch_symbol_of_another_version; int *p = &torch_symbol_of_another_version;\n"
         )
+        source.write_text(unresolved if stub == "unresolved symbol" else "int loads_and_defines_no_op;\n")
         subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     said = probe(copied_package)
     assert torch.__version__ in said["REASON"], "the running version"
-    assert {"absent": "_C", "unresolved symbol": "torch_symbol_of_another_version"}[stub] in said["REASON"]
+    cause = {
+        "absent": "_C",
+        "unresolved symbol": "torch_symbol_of_another_version",
+        "another library": "has no op unpack",
+    }
+    assert cause[stub] in said["REASON"]
     key = said["REASON"][:60]
     assert key in said["REFUSAL"] and "cpu" in said["REFUSAL"], said["REFUSAL"]
     assert "not used since" in said["SELECTION"]

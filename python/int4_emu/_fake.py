@@ -315,12 +315,16 @@ def _autograd_kernel(op: str) -> Callable[..., Any]:
 
 def register() -> None:
     """Loads the library and completes the registrations; called once by `int4_emu.ops`."""
-    compiled = _library.is_compiled()
+    _library.is_compiled()  # loads the compiled ops, where there are some
     _library.gpu_architectures()  # registers the GPU kernels, where they were built
-    library = torch.library.Library("int4_emu", "FRAGMENT" if compiled else "DEF")
+    absent = _library.undefined_ops()
+    # A library of another version may have defined some of the ops: what it lacks is added.
+    library = torch.library.Library(
+        "int4_emu", "DEF" if len(absent) == len(_library.schemas()) else "FRAGMENT"
+    )
     _registrations.append(library)
-    if not compiled:
-        for schema in _library.schemas():
+    for schema in _library.schemas():
+        if schema.partition("(")[0] in absent:
             library.define(schema)
     library.define("_no_backward(Tensor grad, SymInt[] shape, int op) -> Tensor")
     library.impl("_no_backward", _raise_no_backward, "CompositeExplicitAutograd")

@@ -26,6 +26,12 @@ def schemas() -> list[str]:
     return re.findall(r'^OP\("(.*)"\)$', (_PACKAGE / "schemas.inc").read_text(), flags=re.MULTILINE)
 
 
+def undefined_ops() -> list[str]:
+    """Names of the schemas that no library has defined."""
+    names = [schema.partition("(")[0] for schema in schemas()]
+    return [name for name in names if not torch._C._jit_get_schemas_for_operator(f"int4_emu::{name}")]
+
+
 def _find() -> Path:
     override = os.environ.get("INT4_EMU_LIBRARY")
     if override:
@@ -44,6 +50,10 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         path = _find()
         torch.ops.load_library(str(path))
+        if absent := undefined_ops():
+            raise OSError(
+                f"{path} has no op {', '.join(absent)}: it is of another version, or another library"
+            )
         return ctypes.CDLL(str(path)), None
     except (OSError, RuntimeError) as error:
         # torch names only the file; what the dynamic linker said is the cause.
