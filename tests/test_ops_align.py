@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import int4_emu
 import oracle
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -95,3 +96,12 @@ def test_strided_ids(ops: ModuleType, rng: np.random.Generator) -> None:
     for ids in (big[:, :2], big[::2, ::3], big.t()):
         got, want = ops.moe_align(ids, 5, 4), ops.moe_align(ids.contiguous(), 5, 4)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_refuses_offsets_that_int32_cannot_hold() -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    for experts, block in ((4, 2**62), (2**31, 2**40)):
+        with pytest.raises(
+            ValueError, match=rf"^num_experts \* block_size must be .*2\^31.*{experts} \* {block}$"
+        ):
+            int4_emu.ops.moe_align(ids, experts, block)

@@ -24,6 +24,10 @@ def check_moe_align(topk_ids: Tensor, num_experts: int, block_size: int, expert_
         raise ValueError(f"num_experts must be >= 0, got {num_experts}")
     if block_size < 1:
         raise ValueError(f"block_size must be >= 1, got {block_size}")
+    if num_experts * block_size >= 2**31:
+        raise ValueError(
+            f"num_experts * block_size must be below 2^31, as offsets are int32, got {num_experts} * {block_size}"
+        )
     if expert_map is not None:
         c.check_device(topk_ids, "topk_ids", expert_map=expert_map)
         c.check_dtype(expert_map, "expert_map", (torch.int32,))
