@@ -1,16 +1,18 @@
 """Builds int4_emu: the op library `int4_emu._C` (no Python ABI, torch's stable API) and, on request, the native test module.
 
-Environment: MAX_JOBS, CXX, INT4_EMU_GPU (1 or 0: build `int4_emu._C_gpu` or not; unset: where torch is a CUDA build and nvcc is
-there), INT4_EMU_NATIVE_TESTS=1 (the pybind11 module that binds the torch-free C++).
+Environment: MAX_JOBS, CXX, INT4_EMU_GPU=1 (also build `int4_emu._C_gpu` with nvcc), INT4_EMU_NATIVE_TESTS=1 (the pybind11 module
+that binds the torch-free C++).
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,14 +110,26 @@ def nvcc_path() -> str | None:
     return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
 
 
+def cuda_library_folders(nvcc: str) -> list[str]:
+    """Where the runtime to link statically may be, as this nvcc sees its own installation (it may be a wrapper script)."""
+    with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
+        said = subprocess.run(
+            [nvcc, "--dryrun", empty.name], capture_output=True, text=True, check=True
+        ).stderr
+    top = re.search(r"TOP=(\S+)", said)
+    home = Path(top[1]) if top else Path(nvcc).resolve().parents[1]
+    found = [home / name for name in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
+    return [str(f.resolve()) for f in found if (f / "libcudart_static.a").exists()]
+
+
 def wants_gpu() -> bool:
-    """Whether to build `_C_gpu`: asked for by INT4_EMU_GPU, else where torch is a CUDA build and nvcc is there."""
+    """Whether INT4_EMU_GPU=1 asks for `_C_gpu`."""
     asked = os.environ.get("INT4_EMU_GPU", "")
     if asked not in ("", "0", "1"):
         raise SystemExit(f"INT4_EMU_GPU must be 0 or 1, got {asked!r}")
     if asked == "1" and nvcc_path() is None:
         raise SystemExit("INT4_EMU_GPU=1 needs nvcc on PATH or CUDA_HOME")
-    return asked == "1" or (asked == "" and torch.version.cuda is not None and nvcc_path() is not None)
+    return asked == "1"
 
 
 def gpu_objects(folder: Path, jobs: int) -> list[str]:
@@ -212,9 +226,8 @@ extensions: list[Extension] = [
     )
 ]
 if wants_gpu():
-    cuda_lib = Path(nvcc_path() or "").resolve().parents[1] / "lib64"
     cudart = [
-        f"-L{cuda_lib}",
+        *(f"-L{folder}" for folder in cuda_library_folders(nvcc_path() or "")),
         "-Wl,-Bstatic",
         "-lcudart_static",
         "-Wl,-Bdynamic",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import oracle
+from implementations import OnGpu
 from layers import NAMES, Quantised, quantise, random_floats, to_numpy, to_torch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -87,6 +88,8 @@ def test_act_order_gather(ops: ModuleType, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_prepacked_layout(ops: ModuleType, bits: int, dtype: torch.dtype, rng: np.random.Generator) -> None:
+    if isinstance(ops, OnGpu):
+        pytest.skip("the tile order is the CPU's; a GPU refuses it")
     x = to_torch(random_floats(rng, (7, 72), dtype), dtype)
     w = quantise(rng, 2, 48, 72, 24, bits=bits)
     tiles = ops.prepack(w.qweight, layout=1, bits=bits)
