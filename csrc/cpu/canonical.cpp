@@ -85,13 +85,40 @@ void transpose_packed_along_out(const uint8_t* source, int64_t source_row, uint3
   }
 }
 
+// Row i, byte j becomes row j, byte i: swaps of 4, 2 and 1 bytes across the diagonal.
+void transpose_8x8_bytes(uint64_t* rows) {
+  for (int step = 4; step > 0; step /= 2) {
+    const uint64_t mask = step == 4 ? 0x00000000ffffffffu : (step == 2 ? 0x0000ffff0000ffffu : 0x00ff00ff00ff00ffu);
+    for (int i = 0; i < 8; ++i) {
+      if (i & step) continue;
+      const uint64_t swap = ((rows[i] >> (8 * step)) ^ rows[i + step]) & mask;
+      rows[i + step] ^= swap;
+      rows[i] ^= swap << (8 * step);
+    }
+  }
+}
+
 // Bytes [K][O] of one code each.
 void transpose_bytes(const uint8_t* source, int64_t source_row, uint8_t flip, int64_t n, int64_t k, uint8_t* out, int64_t stride) {
-  constexpr int64_t kTile = 32;
+  // A tile's cache lines of the source are used whole before they leave L1.
+  constexpr int64_t kTile = 64;
+  const uint64_t flips = flip * 0x0101010101010101u;
   for (int64_t k0 = 0; k0 < k; k0 += kTile) {
     const int64_t k1 = k0 + kTile < k ? k0 + kTile : k;
-    for (int64_t o = 0; o < n; ++o) {
-      for (int64_t j = k0; j < k1; ++j) out[o * stride + j] = source[j * source_row + o] ^ flip;
+    for (int64_t o0 = 0; o0 < n; o0 += 8) {
+      int64_t j = k0;
+      for (; o0 + 8 <= n && j + 8 <= k1; j += 8) {
+        uint64_t block[8];
+        for (int i = 0; i < 8; ++i) std::memcpy(&block[i], source + (j + i) * source_row + o0, 8);
+        transpose_8x8_bytes(block);
+        for (int i = 0; i < 8; ++i) {
+          const uint64_t codes = block[i] ^ flips;
+          std::memcpy(out + (o0 + i) * stride + j, &codes, 8);
+        }
+      }
+      for (int64_t o = o0; o < o0 + 8 && o < n; ++o) {
+        for (int64_t rest = j; rest < k1; ++rest) out[o * stride + rest] = source[rest * source_row + o] ^ flip;
+      }
     }
   }
 }

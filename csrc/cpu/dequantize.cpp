@@ -27,13 +27,26 @@ struct BlockScratch {
       : codes(reader.codes_in_place(0, 0) ? 0 : reader.block_rows() * stride),
         scales(reader.scales_in_place() ? 0 : reader.block_rows() * groups * dtype_bytes(m.scale_dtype)),
         zeros(reader.zeros_in_place() || !m.qzeros ? 0 : reader.block_rows() * groups),
-        row_codes(m.g_idx ? m.in_features : 0),
-        row_values(m.g_idx ? m.in_features * 4 : 0),
-        row_scales(m.g_idx ? m.groups * 4 : 0) {}
-  bool ok() const { return codes.data && scales.data && zeros.data && row_codes.data && row_values.data && row_scales.data; }
+        row_codes(m.g_idx && m.bits == 8 ? m.in_features : 0),
+        row_values(m.g_idx && m.bits == 8 ? m.in_features * 4 : 0),
+        row_scales(m.g_idx && m.bits == 8 ? m.groups * 4 : 0),
+        every_code(m.g_idx && m.bits == 4 ? m.groups * 8 : 0),
+        table(m.g_idx && m.bits == 4 ? m.groups * 16 * 4 : 0),
+        first(m.g_idx && m.bits == 4 ? m.in_features * 4 : 0) {
+    // The codes 0..15 of each group, packed.
+    if (m.g_idx && m.bits == 4 && every_code.data) {
+      for (int64_t i = 0; i < m.groups * 8; ++i) every_code.data[i] = static_cast<uint8_t>(0x10 + 0x22 * (i % 8));
+    }
+  }
+  bool ok() const {
+    return codes.data && scales.data && zeros.data && row_codes.data && row_values.data && row_scales.data && every_code.data && table.data &&
+           first.data;
+  }
 
   Scratch codes, scales, zeros;               // [rows][stride] bytes, [rows][groups], [rows][groups]
-  Scratch row_codes, row_values, row_scales;  // act-order: one row as bytes [I], as fp32 [I], its scales in fp32 [C]
+  Scratch row_codes, row_values, row_scales;  // act-order, int8: one row as bytes [I], as fp32 [I], its scales in fp32 [C]
+  Scratch every_code, table, first;           // act-order, int4: packed codes [C][8], what they stand for in one row [C][16], and
+                                              // where each column's group begins in that [I]
 };
 
 // Rows o0..o0+n, columns k0..k0+k of matrix b.
@@ -93,19 +106,47 @@ class Dequantizer {
     // Canonical and compressed_tensors codes are multiplied out where they lie.
     const bool in_place = reader_.codes_in_place(t.b, t.o0) != nullptr;
     if (!in_place) reader_.read_codes(t.b, t.o0, t.n, t.k0, t.k, scratch.codes.data, stride_);
+    if (m_.g_idx && m_.bits == 4) {
+      uint32_t* first_of = reinterpret_cast<uint32_t*>(scratch.first.data);
+      for (int64_t j = 0; j < t.k; ++j) first_of[j] = static_cast<uint32_t>(m_.g_idx[t.b * m_.in_features + j]) * 16;
+    }
     for (int64_t i = 0; i < t.n; ++i) {
       const uint8_t* codes = in_place ? reader_.codes_in_place(t.b, t.o0 + i) + t.k0 * m_.bits / 8 : scratch.codes.data + i * stride_;
       const uint8_t* row_zeros = zeros ? zeros + i * zero_step : nullptr;
       void* out = output(t.b, t.o0 + i, t.k0);
       if (m_.g_idx) {
-        run_indexed_row(t, codes, scales + i * scale_step, row_zeros, scratch, out);
+        if (m_.bits == 4) run_indexed_row4(t, codes, scales + i * scale_step, row_zeros, scratch, out);
+        else run_indexed_row(t, codes, scales + i * scale_step, row_zeros, scratch, out);
       } else {
         table_.dequantize_row(codes, m_.bits, scales + i * scale_step, m_.scale_dtype, row_zeros, t.k, m_.group_size, out, out_dtype_);
       }
     }
   }
 
-  // act-order: every column names its own group.
+  // act-order, int4: a group has sixteen values in a row, so they are multiplied out once and looked up by every column.
+  void run_indexed_row4(const Tile& t, const uint8_t* codes, const char* scales, const uint8_t* zeros, const BlockScratch& scratch,
+                        void* out) const {
+    table_.dequantize_row(scratch.every_code.data, 4, scales, m_.scale_dtype, zeros, m_.groups * 16, 16, scratch.table.data, out_dtype_);
+    const uint32_t* first = reinterpret_cast<const uint32_t*>(scratch.first.data);
+    if (dtype_bytes(out_dtype_) == 2) look_up<uint16_t>(scratch.table.data, first, codes, t.k, out);
+    else look_up<uint32_t>(scratch.table.data, first, codes, t.k, out);
+  }
+
+  // T: the bits of an output element. first[j] is where column j's group begins in the table, a multiple of 16.
+  template <class T>
+  static void look_up(const void* table, const uint32_t* first, const uint8_t* codes, int64_t k, void* out) {
+    const T* values = static_cast<const T*>(table);
+    T* to = static_cast<T*>(out);
+    int64_t j = 0;
+    for (; j + 8 <= k; j += 8) {
+      uint32_t word;
+      std::memcpy(&word, codes + j / 2, 4);
+      for (int i = 0; i < 8; ++i) to[j + i] = values[first[j + i] | (word >> (4 * i) & 15)];
+    }
+    for (; j < k; ++j) to[j] = values[first[j] | (codes[j / 2] >> (j % 2 * 4) & 15)];
+  }
+
+  // act-order, int8: every column names its own group.
   void run_indexed_row(const Tile& t, const uint8_t* codes, const char* scales, const uint8_t* zeros, const BlockScratch& scratch,
                        void* out) const {
     float* row_scales = reinterpret_cast<float*>(scratch.row_scales.data);
