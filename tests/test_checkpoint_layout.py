@@ -159,3 +159,11 @@ def test_llama4_puts_the_router_weight_on_the_input() -> None:
     assert parse_model_config(
         {"text_config": {"model_type": "llama4_text", "num_local_experts": 2}}
     ).apply_router_weight_on_input
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_gated_model_without_any_gate_is_refused(model_type: str) -> None:
+    model = parse_model_config({"model_type": model_type, "hidden_act": "silu", "num_experts": 4})
+    assert model.activation(gated=True).activation is Activation.silu
+    with pytest.raises(CheckpointError, match=f"experts of {model_type} have a gate projection"):
+        model.activation(gated=False)

@@ -31,6 +31,26 @@ _NO_GATE = {
 # Models whose experts use swiglu-oai although their configuration says silu. The values are constants of the
 # model's code.
 _SWIGLUOAI_MODELS = {"gpt_oss": {"limit": 7.0, "alpha": 1.702, "beta": 1.0}}
+# Models whose experts always have a gate: files without one have lost it, whatever the activation is called.
+_GATED_MODELS = frozenset(
+    [
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "minimax",
+        "minimax_m2",
+        "olmoe",
+        "granitemoe",
+        "phimoe",
+        "llama4",
+        "llama4_text",
+        "gpt_oss",
+    ]
+)
 _KNOWN_SWIGLU_KEYS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 _ROUTER_WEIGHT_ON_INPUT = ("llama4", "llama4_text")
 
@@ -135,6 +155,10 @@ def _activation(config: Mapping[str, Any], model_type: str, gated: bool) -> Acti
     if unknown:
         raise CheckpointError(
             f"the model configuration has {', '.join(unknown)}, which no known activation takes"
+        )
+    if not gated and model_type in _GATED_MODELS:
+        raise CheckpointError(
+            f"experts of {model_type} have a gate projection (gate_proj or w1), and the files hold none"
         )
     limit, alpha, beta = (_number(config, k) for k in _KNOWN_SWIGLU_KEYS)
     if model_type in _SWIGLUOAI_MODELS:

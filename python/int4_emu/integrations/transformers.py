@@ -130,7 +130,9 @@ def from_pretrained(
         if hf_kwargs.pop(name, None) is not None:
             raise ValueError(f"int4_emu.from_pretrained does not take {name}: {why}")
     if hf_kwargs.pop("trust_remote_code", False):
-        raise ValueError("int4_emu.from_pretrained never runs code from a checkpoint folder: trust_remote_code must be False")
+        raise ValueError(
+            "int4_emu.from_pretrained never runs code from a checkpoint folder: trust_remote_code must be False"
+        )
     if device is not None and hf_kwargs.get("device_map") is not None:
         raise ValueError(
             "give device or device_map, not both; "
