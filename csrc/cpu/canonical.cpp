@@ -85,17 +85,22 @@ void transpose_packed_along_out(const uint8_t* source, int64_t source_row, uint3
   }
 }
 
-// Row i, byte j becomes row j, byte i: swaps of 4, 2 and 1 bytes across the diagonal.
-void transpose_8x8_bytes(uint64_t* rows) {
-  for (int step = 4; step > 0; step /= 2) {
-    const uint64_t mask = step == 4 ? 0x00000000ffffffffu : (step == 2 ? 0x0000ffff0000ffffu : 0x00ff00ff00ff00ffu);
-    for (int i = 0; i < 8; ++i) {
-      if (i & step) continue;
-      const uint64_t swap = ((rows[i] >> (8 * step)) ^ rows[i + step]) & mask;
-      rows[i + step] ^= swap;
-      rows[i] ^= swap << (8 * step);
-    }
+// One stage of an 8x8 byte transpose: swaps blocks of kBytes bytes across the diagonal.
+template <int kBytes>
+void swap_blocks(uint64_t* rows, uint64_t mask) {
+  for (int i = 0; i < 8; ++i) {
+    if (i & kBytes) continue;
+    const uint64_t swap = ((rows[i] >> (8 * kBytes)) ^ rows[i + kBytes]) & mask;
+    rows[i + kBytes] ^= swap;
+    rows[i] ^= swap << (8 * kBytes);
   }
+}
+
+// Row i, byte j becomes row j, byte i.
+void transpose_8x8_bytes(uint64_t* rows) {
+  swap_blocks<4>(rows, 0x00000000ffffffffu);
+  swap_blocks<2>(rows, 0x0000ffff0000ffffu);
+  swap_blocks<1>(rows, 0x00ff00ff00ff00ffu);
 }
 
 // Bytes [K][O] of one code each.
