@@ -88,8 +88,11 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
 
 
 def reference_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint's reference file."""
-    with safe_open(checkpoint / "reference" / "reference.safetensors", "pt") as file:
+    """All tensors of a checkpoint's reference file; none where this copy was shipped without it."""
+    path = checkpoint / "reference" / "reference.safetensors"
+    if not path.is_file():
+        return {}
+    with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
