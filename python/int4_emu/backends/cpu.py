@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from .. import _library, ops
+from .. import _library
 from ..quant_config import MoEConfig
-from .base import Backend, MoEWeights, WeightsMode, op_arguments
+from .base import WeightsMode
+from .compiled import CompiledBackend
 
 
-class CpuBackend(Backend):
+class CpuBackend(CompiledBackend):
     """Every format, activation and option, packed or dequantised."""
 
     name = "cpu"
@@ -39,15 +38,3 @@ class CpuBackend(Backend):
     def describe(self, config: MoEConfig, weights: WeightsMode) -> str:
         isa = _library.cpu_isa()[0]
         return f"{isa}, {_library.packed_numerics(config.dtype)} weights" if weights == "packed" else f"{isa}"
-
-    def run(
-        self,
-        weights: MoEWeights,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        arguments = op_arguments(weights, hidden_states, topk_weights, topk_ids, options)
-        run = ops.fused_moe if weights.w13_scales is None else ops.fused_moe_packed
-        return run(**arguments)

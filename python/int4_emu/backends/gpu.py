@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from .. import _library, ops
+from .. import _library
 from ..quant_config import MoEConfig
-from .base import Backend, MoEWeights, WeightsMode, op_arguments
+from .base import WeightsMode
+from .compiled import CompiledBackend
 
 
-class GpuBackend(Backend):
+class GpuBackend(CompiledBackend):
     """Every format, activation and option, packed or dequantised, on the GPUs that the library was compiled for."""
 
     name = "gpu"
@@ -31,18 +29,6 @@ class GpuBackend(Backend):
 
     def describe(self, config: MoEConfig, weights: WeightsMode) -> str:
         return _library.gpu_atom(_index(torch.device(config.device)), config.dtype)[0] or ""
-
-    def run(
-        self,
-        weights: MoEWeights,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        arguments = op_arguments(weights, hidden_states, topk_weights, topk_ids, options)
-        run = ops.fused_moe if weights.w13_scales is None else ops.fused_moe_packed
-        return run(**arguments)
 
 
 def _index(device: torch.device) -> int:
