@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .act_order import group_permutation
 from .errors import CheckpointError
 from .layer_plan import LayerPlan
 from .projection import Projection
@@ -38,15 +39,6 @@ class GroupOrders:
         return any(role != "down" for _, role in self.perms)
 
 
-def sort_by_group(projection: Projection, g_idx: torch.Tensor) -> torch.Tensor | None:
-    """The stable permutation int32 [I] that sorts columns by group; None where the groups do not hold
-    group_size columns each.
-    """
-    perm = torch.argsort(g_idx, stable=True).to(torch.int32)
-    trivial = torch.arange(projection.in_features, dtype=torch.int32) // projection.group_size
-    return perm if torch.equal(g_idx[perm.long()], trivial) else None
-
-
 def read_group_orders(plan: LayerPlan, reader: ProjectionReader, expert_ids: list[int]) -> GroupOrders:
     """Reads and validates g_idx of the local experts (all of it is small)."""
     orders = GroupOrders()
@@ -57,7 +49,7 @@ def read_group_orders(plan: LayerPlan, reader: ProjectionReader, expert_ids: lis
             if g_idx is None:
                 continue
             orders.g_idx[expert, role] = g_idx
-            perm = sort_by_group(projection, g_idx)
+            perm = group_permutation(g_idx, projection.group_size)
             if perm is None:
                 orders.refusal = (
                     f"{projection.module}: g_idx gives groups of other sizes than {projection.group_size}"

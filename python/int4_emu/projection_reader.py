@@ -11,6 +11,7 @@ import torch
 
 from . import ops
 from ._shards import TensorFiles
+from .act_order import is_trivial
 from .errors import CheckpointError
 from .formats import ModelQuantization, QuantScheme, TensorAxes, tensor_axes, tensor_names
 from .projection import (
@@ -260,8 +261,7 @@ class ProjectionReader:
         if low < 0 or high >= projection.num_groups:
             wrong = low if low < 0 else high
             raise CheckpointError(f"{name} must be in [0, C) = [0, {projection.num_groups}), got {wrong}")
-        trivial = torch.arange(projection.in_features, dtype=torch.int32) // projection.group_size
-        return None if torch.equal(g_idx, trivial) else g_idx
+        return None if is_trivial(g_idx, projection.group_size) else g_idx
 
     def can_cut(self, projection: Projection, rows: Bounds | None, columns: Bounds | None) -> bool:
         """Whether a range of rows or columns is a whole part of every stored tensor (ignoring g_idx)."""

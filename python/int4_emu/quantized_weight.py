@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from . import ops
-from .group_order import sort_by_group
+from .act_order import group_permutation
 from .loading import check_scales
 from .projection import Projection
 from .projection_reader import ProjectionReader
@@ -51,7 +51,7 @@ def load_quantized_weight(
     scheme = projection.scheme
     assert scheme is not None, "a quantised projection"
     g_idx = reader.read_group_order(projection)
-    perm = None if g_idx is None else sort_by_group(projection, g_idx)
+    perm = None if g_idx is None else group_permutation(g_idx, projection.group_size)
     raw = reader.read(projection)
     if strict:
         check_scales(projection, raw.scales)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,8 +103,3 @@ def whole_file(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[str
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def terminal_width() -> int:
-    """Columns of the terminal, for text that is not a table."""
-    return shutil.get_terminal_size((80, 24)).columns
