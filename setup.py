@@ -71,6 +71,7 @@ NVCC_FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-gencode=arch=compute_80,code=[sm_80,compute_80]",
     "-gencode=arch=compute_90a,code=sm_90a",
+    "-DINT4_EMU_ATOM_MMA_SM80",
     f'-DINT4_EMU_GPU_ARCHS="{GPU_ARCHITECTURES}"',
 ]
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")

@@ -96,7 +96,7 @@ __device__ void scatter(const DeviceRoute& route, int64_t begin, int64_t end, in
 }
 
 __global__ void __launch_bounds__(kThreads) sort_small_kernel(DeviceRoute route, int64_t slots, SortTarget t, int32_t* global_counts) {
-  extern __shared__ int32_t shared[];
+  int32_t* shared = dynamic_shared<int32_t>();
   int32_t* partial = shared;
   int32_t* counts = route.experts <= kSharedExperts ? shared + kThreads : global_counts;
   for (int64_t e = threadIdx.x; e < route.experts; e += kThreads) counts[e] = 0;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) sort_small_kernel(DeviceRoute route,
 
 // counts [chunks][E] of each chunk; also fills the rows with padding.
 __global__ void __launch_bounds__(kThreads) count_kernel(DeviceRoute route, int64_t slots, SortTarget t, int32_t* counts) {
-  extern __shared__ int32_t shared[];
+  int32_t* shared = dynamic_shared<int32_t>();
   int32_t* own = counts + blockIdx.x * route.experts;
   int32_t* local = route.experts <= kSharedExperts ? shared : own;
   for (int64_t e = threadIdx.x; e < route.experts; e += kThreads) local[e] = 0;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) cursor_kernel(int64_t experts, int64
 }
 
 __global__ void __launch_bounds__(kThreads) scatter_kernel(DeviceRoute route, int64_t slots, SortTarget t, int32_t* counts) {
-  extern __shared__ int32_t shared[];
+  int32_t* shared = dynamic_shared<int32_t>();
   int32_t* cursor = counts + blockIdx.x * route.experts;
   if (route.experts <= kSharedExperts) {
     for (int64_t e = threadIdx.x; e < route.experts; e += kThreads) shared[e] = cursor[e];
@@ -177,15 +177,12 @@ Status launch_sort_by_expert(const DeviceRoute& route, int64_t slots, const Sort
   const int64_t chunks = chunk_count(slots);
   const size_t counters = route.experts <= kSharedExperts ? static_cast<size_t>(route.experts) * 4 : 0;
   if (chunks == 1) {
-    sort_small_kernel<<<1, kThreads, counters + kThreads * 4, stream>>>(route, slots, target, counts);
-    return check_launch("sort_small_kernel");
+    return launch("sort_small_kernel", sort_small_kernel, 1, kThreads, counters + kThreads * 4, stream, route, slots, target, counts);
   }
-  count_kernel<<<dim3{static_cast<unsigned>(chunks)}, kThreads, counters, stream>>>(route, slots, target, counts);
-  if (Status s = check_launch("count_kernel"); !s) return s;
-  cursor_kernel<<<1, kThreads, 0, stream>>>(route.experts, chunks, target, counts, counts + chunks * route.experts);
-  if (Status s = check_launch("cursor_kernel"); !s) return s;
-  scatter_kernel<<<dim3{static_cast<unsigned>(chunks)}, kThreads, counters, stream>>>(route, slots, target, counts);
-  return check_launch("scatter_kernel");
+  if (Status s = launch("count_kernel", count_kernel, chunks, kThreads, counters, stream, route, slots, target, counts); !s) return s;
+  int32_t* totals = counts + chunks * route.experts;
+  if (Status s = launch("cursor_kernel", cursor_kernel, 1, kThreads, 0, stream, route.experts, chunks, target, counts, totals); !s) return s;
+  return launch("scatter_kernel", scatter_kernel, chunks, kThreads, counters, stream, route, slots, target, counts);
 }
 
 Status moe_align(const AlignProblem& p, void* workspace, size_t bytes, void* stream) {

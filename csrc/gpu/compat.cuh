@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "../core/status.h"
 
@@ -28,9 +29,6 @@ inline Status check(Error error, const char* what) {
   if (error == INT4_EMU_RUNTIME(Success)) return {};
   return make_error(Code::internal, "%s failed: %s", what, INT4_EMU_RUNTIME(GetErrorString)(error));
 }
-
-// After every launch. Also clears the error, so that the next call starts unharmed.
-inline Status check_launch(const char* kernel) { return check(INT4_EMU_RUNTIME(GetLastError)(), kernel); }
 
 inline Status runtime_set_device(int device) { return check(INT4_EMU_RUNTIME(SetDevice)(device), "set_device"); }
 
@@ -58,6 +56,39 @@ Status allow_shared_memory(Kernel kernel, size_t bytes, const char* name) {
   if (bytes <= 48 * 1024) return {};
   const auto attribute = INT4_EMU_RUNTIME(FuncAttributeMaxDynamicSharedMemorySize);
   return check(INT4_EMU_RUNTIME(FuncSetAttribute)(reinterpret_cast<const void*>(kernel), attribute, static_cast<int>(bytes)), name);
+}
+
+// Every launch goes through here: `blocks` thread blocks in one dimension, `shared` bytes of dynamic shared memory. Asking for the
+// error also clears it, so that the next call starts unharmed.
+template <class... Parameters, class... Arguments>
+Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, Stream stream,
+              Arguments&&... arguments) {
+  if (blocks <= 0) return {};
+#if defined(__HIP__) || defined(__HIPCC__)
+  const int64_t most = UINT32_MAX / threads;  // HIP counts the threads of a grid in 32 bits
+#else
+  const int64_t most = INT32_MAX;
+#endif
+  if (blocks > most)
+    return make_error(Code::unsupported, "%s must have at most %lld blocks, got %lld", name, (long long)most, (long long)blocks);
+#if defined(INT4_EMU_SIMT)
+  simt::launch(name, kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared, std::forward<Arguments>(arguments)...);
+#else
+  if (Status s = allow_shared_memory(kernel, shared, name); !s) return s;
+  kernel<<<dim3{static_cast<unsigned>(blocks)}, static_cast<unsigned>(threads), shared, stream>>>(std::forward<Arguments>(arguments)...);
+#endif
+  return check(INT4_EMU_RUNTIME(GetLastError)(), name);
+}
+
+// The block's dynamic shared memory, 16-byte aligned.
+template <class T>
+__device__ inline T* dynamic_shared() {
+#if defined(INT4_EMU_SIMT)
+  return static_cast<T*>(simt::dynamic_shared());
+#else
+  extern __shared__ uint4 dynamic_shared_units[];
+  return reinterpret_cast<T*>(dynamic_shared_units);
+#endif
 }
 
 // Two floats to 16-bit floats, nearest even, low first. The vendor instruction where there is one, else false.

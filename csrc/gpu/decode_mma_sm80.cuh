@@ -226,12 +226,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 4) decode_kernel(GemmArgs a
 template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale>
 Status launch_decode_kernel(const GemmArgs& a, Stream stream) {
   const int64_t width = a.gated ? 8 * kRowTiles : 16 * kRowTiles, tiles = ceil_div(a.columns, width), blocks = a.blocks.blocks * tiles;
-  if (blocks <= 0) return {};
-  if (blocks > INT32_MAX)
-    return make_error(Code::unsupported, "decode_kernel must have fewer than 2^31 tiles, got %lld", (long long)blocks);
-  decode_kernel<T, kKind, kTokenTiles, kRowTiles, kScale>
-      <<<dim3{static_cast<unsigned>(blocks)}, 32 * kDecodeWarps, 0, stream>>>(a, static_cast<uint32_t>(tiles));
-  return check_launch("decode_kernel");
+  return launch("decode_kernel", decode_kernel<T, kKind, kTokenTiles, kRowTiles, kScale>, blocks, 32 * kDecodeWarps, 0, stream, a,
+                static_cast<uint32_t>(tiles));
 }
 
 template <class T, WeightKind kKind, ScaleMode kScale>

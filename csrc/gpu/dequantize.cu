@@ -134,10 +134,6 @@ Status launch_dequantize(const PackedMatrix& m, Output out, void* stream, const 
   const Tiling t = tiling(reader.traits.transposed);
   const int64_t row_tiles = ceil_div(m.out_features, t.rows), unit_tiles = ceil_div(ceil_div(m.in_features, 8), t.units * kUnits);
   const int64_t blocks = m.batch * row_tiles * unit_tiles;
-  if (blocks > INT32_MAX) {
-    return make_error(Code::unsupported, "%s must have fewer than 2^31 tiles of weights, got %lld", name, (long long)blocks);
-  }
-  const dim3 grid{static_cast<unsigned>(blocks)};
   const bool fast = m.bits == 4 && !out.codes && out.aligned && m.g_idx == nullptr && m.group_size % 8 == 0 && m.group_size <= INT32_MAX &&
                     m.in_features <= INT32_MAX / 2;
   const uint32_t rows32 = static_cast<uint32_t>(row_tiles), units32 = static_cast<uint32_t>(unit_tiles);
@@ -145,22 +141,11 @@ Status launch_dequantize(const PackedMatrix& m, Output out, void* stream, const 
   for (int i = 0; i < 31; ++i) {
     if (m.group_size == int64_t{1} << i) shift = i;
   }
-  if (fast && !reader.traits.transposed) {
-    dequantize_int4_kernel<CodeReader::Words::rows><<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, rows32, units32, shift);
-    return check_launch("dequantize_int4_kernel");
-  }
-  if (fast && !reader.traits.packed_along_out) {
-    dequantize_int4_kernel<CodeReader::Words::columns_along_in>
-        <<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, rows32, units32, shift);
-    return check_launch("dequantize_int4_kernel");
-  }
-  if (fast) {
-    dequantize_int4_kernel<CodeReader::Words::columns_along_out>
-        <<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, rows32, units32, shift);
-    return check_launch("dequantize_int4_kernel");
-  }
-  dequantize_kernel<<<grid, kThreads, 0, as_stream(stream)>>>(reader, out, row_tiles, unit_tiles);
-  return check_launch("dequantize_kernel");
+  if (!fast) return launch(name, dequantize_kernel, blocks, kThreads, 0, as_stream(stream), reader, out, row_tiles, unit_tiles);
+  const auto kernel = !reader.traits.transposed         ? dequantize_int4_kernel<CodeReader::Words::rows>
+                      : !reader.traits.packed_along_out ? dequantize_int4_kernel<CodeReader::Words::columns_along_in>
+                                                        : dequantize_int4_kernel<CodeReader::Words::columns_along_out>;
+  return launch(name, kernel, blocks, kThreads, 0, as_stream(stream), reader, out, rows32, units32, shift);
 }
 
 }  // namespace

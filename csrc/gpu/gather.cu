@@ -30,13 +30,9 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GemmArgs a, int64_t bl
 }
 
 template <class T>
-Status launch(const GemmArgs& a, int64_t block_rows, void* out, int64_t stride, Stream stream) {
+Status launch_gather_kernel(const GemmArgs& a, int64_t block_rows, void* out, int64_t stride, Stream stream) {
   const int64_t positions = a.blocks.blocks * block_rows;
-  if (positions <= 0) return {};
-  if (positions > INT32_MAX)
-    return make_error(Code::unsupported, "x must need fewer than 2^31 gathered rows, got %lld", (long long)positions);
-  gather_kernel<T><<<dim3{static_cast<unsigned>(positions)}, kThreads, 0, stream>>>(a, block_rows, static_cast<T*>(out), stride);
-  return check_launch("gather_kernel");
+  return launch("gather_kernel", gather_kernel<T>, positions, kThreads, 0, stream, a, block_rows, static_cast<T*>(out), stride);
 }
 
 int64_t stride_of(const GemmArgs& a) { return round_up(a.w.k, 8); }
@@ -53,9 +49,9 @@ int64_t gather_bytes(const GemmArgs& a, int64_t rows) { return needs_gather(a) ?
 Status launch_gather(GemmArgs& a, int64_t block_rows, void* buffer, Stream stream) {
   if (!needs_gather(a)) return {};
   const int64_t stride = stride_of(a);
-  const Status status = a.x_dtype == DType::f32    ? launch<float>(a, block_rows, buffer, stride, stream)
-                        : a.x_dtype == DType::bf16 ? launch<Bf16>(a, block_rows, buffer, stride, stream)
-                                                   : launch<Fp16>(a, block_rows, buffer, stride, stream);
+  const Status status = a.x_dtype == DType::f32    ? launch_gather_kernel<float>(a, block_rows, buffer, stride, stream)
+                        : a.x_dtype == DType::bf16 ? launch_gather_kernel<Bf16>(a, block_rows, buffer, stride, stream)
+                                                   : launch_gather_kernel<Fp16>(a, block_rows, buffer, stride, stream);
   a.x = buffer;
   a.x_stride = stride;
   a.row_divisor = 1;

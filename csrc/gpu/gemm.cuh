@@ -26,9 +26,8 @@ __global__ void __launch_bounds__(Atom::kThreads, Atom::kBlocks) gemm_kernel(Gem
   using Element = typename Atom::Element;
   constexpr int kUnits = Atom::kDepth / 8;
   constexpr int kXTile = Atom::tile_elements(Atom::kRows), kWTile = Atom::tile_elements(Atom::kColumns);
-  extern __shared__ Vec4 shared_units[];
   __shared__ int32_t rows[Atom::kRows];
-  Element* x_tiles = reinterpret_cast<Element*>(shared_units);
+  Element* x_tiles = dynamic_shared<Element>();
   Element* w_tiles = x_tiles + Atom::kStages * kXTile;
 
   int64_t row_block, column_tile;
@@ -151,12 +150,7 @@ __global__ void __launch_bounds__(Atom::kThreads, Atom::kBlocks) gemm_kernel(Gem
 template <class Atom, class T, WeightKind kKind>
 Status launch_gemm(const GemmArgs& a, Stream stream, const char* name) {
   const int64_t width = a.gated ? Atom::kColumns / 2 : Atom::kColumns, tiles = ceil_div(a.columns, width), blocks = a.blocks.blocks * tiles;
-  if (blocks <= 0) return {};
-  if (blocks > INT32_MAX) return make_error(Code::unsupported, "%s must have fewer than 2^31 tiles, got %lld", name, (long long)blocks);
-  const size_t shared = gemm_shared_bytes<Atom>();
-  if (Status s = allow_shared_memory(gemm_kernel<Atom, T, kKind>, shared, name); !s) return s;
-  gemm_kernel<Atom, T, kKind><<<dim3{static_cast<unsigned>(blocks)}, Atom::kThreads, shared, stream>>>(a, tiles);
-  return check_launch(name);
+  return launch(name, gemm_kernel<Atom, T, kKind>, blocks, Atom::kThreads, gemm_shared_bytes<Atom>(), stream, a, tiles);
 }
 
 template <class Atom, class T>

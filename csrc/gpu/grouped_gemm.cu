@@ -116,13 +116,14 @@ Status grouped_gemm(const GroupedGemmProblem& p, const DeviceOffsets& offsets, v
   if (Status s = make_plan(atom, &a, 1, p.rows, p.weight.experts, &plan); !s) return s;
   const int64_t blocks = worst_blocks(p.rows, p.weight.experts, plan.block_rows);
   const Bounds bounds{offsets, p.weight.experts, p.rows};
-  group_blocks_kernel<<<1, kThreads, 0, stream>>>(bounds, plan.block_rows, blocks, groups.block_experts, groups.first_rows);
-  if (Status s = check_launch("group_blocks_kernel"); !s) return s;
+  Status status = launch("group_blocks_kernel", group_blocks_kernel, 1, kThreads, 0, stream, bounds, plan.block_rows, blocks,
+                         groups.block_experts, groups.first_rows);
+  if (!status) return status;
   const int64_t work = ceil_div(blocks * plan.block_rows, kThreads);
-  const unsigned grid = work < 1 ? 32u : (work > 1024 ? 1024u : static_cast<unsigned>(work));
-  group_rows_kernel<<<dim3{grid}, kThreads, 0, stream>>>(bounds, plan.block_rows, blocks, groups.block_experts, groups.first_rows,
-                                                         groups.rows, p.out, p.dtype, p.weight.n);
-  if (Status s = check_launch("group_rows_kernel"); !s) return s;
+  const int64_t grid = work < 1 ? 32 : (work > 1024 ? 1024 : work);
+  status = launch("group_rows_kernel", group_rows_kernel, grid, kThreads, 0, stream, bounds, plan.block_rows, blocks, groups.block_experts,
+                  groups.first_rows, groups.rows, p.out, p.dtype, p.weight.n);
+  if (!status) return status;
   a.blocks = {groups.rows, groups.block_experts, blocks, p.rows};
   if (Status s = launch_gather(a, plan.block_rows, groups.gathered, stream); !s) return s;
   return launch_gemm(a, plan, stream);

@@ -127,11 +127,8 @@ Status fused_moe(const MoeProblem& p, void* workspace, size_t bytes, void* strea
     }
   }
   const int64_t column_blocks = ceil_div(p.hidden, kThreads * 4), sum_blocks = p.tokens * column_blocks;
-  if (sum_blocks > INT32_MAX)
-    return make_error(Code::unsupported, "hidden_states must need fewer than 2^31 blocks, got %lld", (long long)sum_blocks);
-  moe_sum_kernel<<<dim3{static_cast<unsigned>(sum_blocks)}, kThreads, 0, stream>>>(
-      route, layer.y, p.weight_on_input ? nullptr : p.topk_weights, p.topk, p.hidden, column_blocks, p.out, p.dtype);
-  return check_launch("moe_sum_kernel");
+  return launch("moe_sum_kernel", moe_sum_kernel, sum_blocks, kThreads, 0, stream, route, layer.y,
+                p.weight_on_input ? nullptr : p.topk_weights, p.topk, p.hidden, column_blocks, p.out, p.dtype);
 }
 
 }  // namespace int4_emu::gpu

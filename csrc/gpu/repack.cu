@@ -7,15 +7,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A grid on x for `n` threads, or a refusal.
-Status grid_for(int64_t n, unsigned* blocks, const char* name) {
-  const int64_t count = ceil_div(n, kThreads);
-  if (count > INT32_MAX)
-    return make_error(Code::unsupported, "%s must have fewer than 2^31 blocks of work, got %lld", name, (long long)count);
-  *blocks = static_cast<unsigned>(count);
-  return {};
-}
-
 __device__ inline int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 
 // One thread: eight columns of one canonical row. Neighbouring threads hold neighbouring rows of a transposed source.
@@ -125,20 +116,13 @@ Status launch_prepack(const uint8_t* in, uint8_t* out, int64_t batch, int64_t n,
                       32 / bits, (long long)n, (long long)k);
   }
   const int64_t words = k * bits / 32, total = batch * n * words;
-  unsigned blocks = 0;
-  if (Status s = grid_for(total, &blocks, "prepack"); !s) return s;
-  prepack_kernel<<<dim3{blocks}, kThreads, 0, as_stream(stream)>>>(in, out, total, words, bits, forward);
-  return check_launch("prepack_kernel");
+  return launch("prepack_kernel", prepack_kernel, ceil_div(total, kThreads), kThreads, 0, as_stream(stream), in, out, total, words, bits, forward);
 }
 
 Status launch_groups(const CodeReader& reader, const int32_t* out_perm, void* scales, uint8_t* zeros, void* stream, const char* name) {
   const PackedMatrix& m = reader.m;
   const int64_t total = m.batch * m.out_features * m.groups;
-  if (total <= 0) return {};
-  unsigned blocks = 0;
-  if (Status s = grid_for(total, &blocks, name); !s) return s;
-  repack_groups_kernel<<<dim3{blocks}, kThreads, 0, as_stream(stream)>>>(reader, out_perm, scales, zeros);
-  return check_launch("repack_groups_kernel");
+  return launch(name, repack_groups_kernel, ceil_div(total, kThreads), kThreads, 0, as_stream(stream), reader, out_perm, scales, zeros);
 }
 
 }  // namespace
@@ -153,13 +137,10 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
   CodeReader reader;
   if (Status s = make_reader(m, reader); !s) return s;
   const int64_t units = ceil_div(m.in_features, 8), total = m.batch * m.out_features * units;
-  if (total > 0) {
-    unsigned blocks = 0;
-    if (Status s = grid_for(total, &blocks, "repack"); !s) return s;
-    const bool aligned = m.bits == 4 && m.in_features % 8 == 0 && is_aligned(out.qweight, 4);
-    repack_codes_kernel<<<dim3{blocks}, kThreads, 0, as_stream(stream)>>>(reader, in_perm, out_perm, out.qweight, units, aligned);
-    if (Status s = check_launch("repack_codes_kernel"); !s) return s;
-  }
+  const bool aligned = m.bits == 4 && m.in_features % 8 == 0 && is_aligned(out.qweight, 4);
+  const Status status = launch("repack_codes_kernel", repack_codes_kernel, ceil_div(total, kThreads), kThreads, 0, as_stream(stream), reader,
+                               in_perm, out_perm, out.qweight, units, aligned);
+  if (!status) return status;
   if (!out.zeros && !(out.scales && m.scales)) return {};
   return launch_groups(reader, out_perm, out.scales, out.zeros, stream, "repack");
 }

@@ -1,4 +1,4 @@
-// The choice of kernels. Builds for other vendors, and builds without sm_80 code, define INT4_EMU_NO_MMA_SM80.
+// The choice of kernels. A build defines INT4_EMU_ATOM_<NAME> for each family of atoms.txt whose kernels it compiled.
 #include "select.h"
 
 #include <cstdio>
@@ -6,10 +6,6 @@
 
 #include "../core/layout.h"
 #include "numeric.cuh"
-
-#if (defined(__HIP__) || defined(__HIPCC__)) && !defined(INT4_EMU_NO_MMA_SM80)
-#define INT4_EMU_NO_MMA_SM80
-#endif
 
 // What the build compiled the kernels for, as the build says it.
 #ifndef INT4_EMU_GPU_ARCHS
@@ -22,7 +18,7 @@ namespace {
 // Why mma_sm80 does not serve, or an empty text.
 void reject_mma_sm80(int device, DType x, char* reason, size_t size) {
   reason[0] = 0;
-#ifdef INT4_EMU_NO_MMA_SM80
+#ifndef INT4_EMU_ATOM_MMA_SM80
   (void)device;
   (void)x;
   std::snprintf(reason, size, "not used since it was not compiled");
@@ -43,7 +39,7 @@ void reject_mma_sm80(int device, DType x, char* reason, size_t size) {
 #endif
 }
 
-#ifdef INT4_EMU_NO_MMA_SM80
+#ifndef INT4_EMU_ATOM_MMA_SM80
 Status launch_mma(const GemmArgs&, const Plan&, Stream) { return make_error(Code::internal, "mma_sm80 was not compiled"); }
 #else
 Status launch_mma(const GemmArgs& a, const Plan& plan, Stream stream) {
