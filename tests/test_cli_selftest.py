@@ -46,6 +46,23 @@ def test_selftest_passes_and_names_everything(capsys: pytest.CaptureFixture[str]
     assert seconds < 60  # of one core; 30 s of two
 
 
+def test_quick_runs_the_compiled_backends_with_one_format(capsys: pytest.CaptureFixture[str]) -> None:
+    from int4_emu import is_compiled
+
+    if not is_compiled():
+        pytest.skip("tests the compiled backends")
+    start = time.process_time()
+    assert main(["selftest", "--quick"]) == 0
+    assert time.process_time() - start < 10
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ok")]
+    subjects = {line.split()[1] for line in lines}
+    assert {"ops", "cpu"} <= subjects and "reference" not in subjects
+    for part in ("dequantize", "moe_align", "grouped_gemm", "packed canonical int4", "permutation probe"):
+        assert any(part in line for line in lines), part
+    named = {f"{fmt.name} int{bits}" for fmt, bits in formats()}
+    assert {n for n in named for line in lines if n in line} == {"canonical int4"}
+
+
 def _wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def run(self: ReferenceBackend, *args: Any, **options: Any) -> torch.Tensor:
         return change(original(self, *args, **options))

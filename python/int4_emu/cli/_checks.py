@@ -93,10 +93,15 @@ def _generator() -> torch.Generator:
 # The ops
 
 
-def check_ops() -> Iterator[Result]:
+def _formats(quick: bool) -> list[tuple[Format, int]]:
+    """Every format, or the one that all others become when they are loaded."""
+    return [f for f in problems.formats() if not quick or f == (Format.canonical, 4)]
+
+
+def check_ops(*, quick: bool = False) -> Iterator[Result]:
     """Every op of the compiled library in every format, on the CPU, bit for bit where it copies or rounds once."""
     rng = _generator()
-    for fmt, bits in problems.formats():
+    for fmt, bits in _formats(quick):
         yield from _check_format(fmt, bits, rng)
     yield from _check_layouts(rng)
     yield from _check_align(rng)
@@ -197,13 +202,16 @@ def _grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 # The backends
 
 
-def check_backend(backend: str, device: torch.device, *, all_dtypes: bool) -> Iterator[Result]:
+def check_backend(
+    backend: str, device: torch.device, *, all_dtypes: bool, quick: bool = False
+) -> Iterator[Result]:
     """One backend: format x activation x weights against double precision, then options, then the exact probes.
 
     Args:
         all_dtypes: every activation in every dtype; False takes the dtypes in turn.
+        quick: canonical int4 alone.
     """
-    yield from _check_moe(backend, device, all_dtypes)
+    yield from _check_moe(backend, device, all_dtypes, _formats(quick))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # the work is shared out the same way among two as among many
     try:
@@ -213,10 +221,12 @@ def check_backend(backend: str, device: torch.device, *, all_dtypes: bool) -> It
         torch.set_num_threads(threads)
 
 
-def _check_moe(backend: str, device: torch.device, all_dtypes: bool) -> Iterator[Result]:
+def _check_moe(
+    backend: str, device: torch.device, all_dtypes: bool, formats: list[tuple[Format, int]]
+) -> Iterator[Result]:
     rng, check = _generator(), Check(backend, LIMITS)
     batches = [random_batch(5, _HIDDEN, _EXPERTS, 2, dtype, rng) for dtype in DTYPES]
-    for fmt, bits in problems.formats():
+    for fmt, bits in formats:
         act_order = fmt is Format.gptq_v1 and bits == 4
         layers = {
             gated: random_layer(

@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", action="append", metavar="NAME", help="only this backend (may be given again)"
     )
     parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="compiled backends and one format alone: seconds, for a health check",
+    )
+    parser.add_argument(
         "-v", "--verbose", action="store_true", help="a line for each case instead of each op and format"
     )
 
@@ -46,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     known = all_backends()
     out, start = console(), time.perf_counter()
-    wanted = args.backend or list(known)
+    wanted = args.backend or [n for n, b in known.items() if b.is_compiled or not args.quick]
     failed = cases = lines = 0
     missing = False
     if _library.is_compiled():
@@ -55,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
             f"compiled library: {_library.build_info()}; CPU kernels: {_library.cpu_isa()[0] or _library.cpu_isa()[1]}",
         )
         if args.backend is None or "cpu" in wanted:
-            ran, bad, count = _report(out, check_ops(), args.verbose)
+            ran, bad, count = _report(out, check_ops(quick=args.quick), args.verbose)
             lines, failed, cases = lines + ran, failed + bad, cases + count
     else:
         missing = args.backend is None
@@ -67,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
                 say(out, f"skip  {backend} on {device}: {'; '.join(reasons)}")
                 continue
             where = "" if device.type == "cpu" else f" on {device} ({name})"
-            results = check_backend(backend, device, all_dtypes=known[backend].is_compiled)
+            results = check_backend(backend, device, all_dtypes=known[backend].is_compiled, quick=args.quick)
             ran, bad, count = _report(out, results, args.verbose, where)
             lines, failed, cases = lines + ran, failed + bad, cases + count
     seconds = time.perf_counter() - start
