@@ -11,7 +11,8 @@
 
 namespace int4_emu::gpu {
 
-// Makes `device` current for this library's own runtime: a statically linked one does not share torch's.
+// Makes `device` current for this library's own runtime (a statically linked one does not share torch's); an error where the kernels
+// were built for other architectures.
 Status set_device(int device);
 
 // Codes as unsigned bytes [batch, O, I] (two's complement becomes +8 / +128).
@@ -34,11 +35,11 @@ size_t align_workspace_bytes(int64_t slots, int64_t experts);
 Status moe_align(const AlignProblem& p, void* workspace, size_t bytes, void* stream);
 
 // Instruction families. `automatic` lets select_atom choose; naming another forces it, or is an error that says why not.
-enum class Atom : int32_t { automatic = 0, fma = 1, mma_sm80 = 2 };
+enum class Atom : int32_t { automatic = 0, fma = 1, mma_sm80 = 2, mfma_gfx9 = 3, wmma_gfx11 = 4, wmma_gfx12 = 5 };
 const char* atom_name(Atom atom);
 
 struct AtomChoice {
-  Atom atom;             // automatic when a forced atom cannot serve
+  Atom atom;             // automatic when a forced atom cannot serve, or nothing was built for the device
   const char* numerics;  // of packed weights: "exact" (codes meet x in fp32) or "rounded" (once, to x's dtype)
   char rejections[512];  // "mma_sm80: not used since x is float32; ...", empty when nothing better was passed over
 };

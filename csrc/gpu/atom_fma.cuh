@@ -41,7 +41,8 @@ struct FmaAtom {
     return tx / 4 * 16 + tx % 4 * 2;
   }
 
-  __device__ static void multiply(const Element* x, const Element* w, Sums& sums) {
+  // Inlined by force: as a call it would take `sums` through memory.
+  __device__ __forceinline__ static void multiply(const Element* x, const Element* w, Sums& sums) {
     const int ty = static_cast<int>(threadIdx.x) / 16, r = first_column();
 #pragma unroll 4
     for (int k = 0; k < kDepth; k += 4) {
@@ -63,7 +64,7 @@ struct FmaAtom {
   }
 
   template <class F>
-  __device__ static void for_each(const Sums& sums, const F& f) {
+  __device__ __forceinline__ static void for_each(const Sums& sums, const F& f) {
     const int ty = static_cast<int>(threadIdx.x) / 16;
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i) f(ty + 16 * i, first_column(), sums.c[i][0], sums.c[i][1], sums.c[i][2], sums.c[i][3]);

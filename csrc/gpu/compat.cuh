@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <utility>
 
 #include "../core/status.h"
@@ -36,6 +37,15 @@ inline Error runtime_get_device(int* device) { return INT4_EMU_RUNTIME(GetDevice
 
 inline Error runtime_properties(DeviceProperties* properties, int device) {
   return INT4_EMU_RUNTIME(GetDeviceProperties)(properties, device);
+}
+
+// A device's architecture as its compilers spell it: "sm_90", "gfx942:sramecc+:xnack-".
+inline void architecture_of(const DeviceProperties& properties, char* out, size_t size) {
+#if defined(__HIP__) || defined(__HIPCC__)
+  std::snprintf(out, size, "%s", properties.gcnArchName);
+#else
+  std::snprintf(out, size, "sm_%d%d", properties.major, properties.minor);
+#endif
 }
 
 // Multiprocessors (compute units) of the current device, 1 when it cannot be asked.

@@ -41,6 +41,7 @@ __device__ inline uint32_t group_of(const GemmArgs& a, int k) {
 
 // Rows per block that a family has kernels for, smallest first, 0-terminated.
 constexpr int kFmaRows[] = {16, 64, 0};
+constexpr int kStreamRows[] = {16, 32, 64, 0};
 constexpr int kMmaRows[] = {16, 32, 64, 128, 0};
 constexpr int kDecodeRows[] = {8, 16, 0};
 
@@ -51,5 +52,13 @@ Status launch_gemm_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream strea
 Status launch_gemm_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
 Status launch_decode_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream stream);
 Status launch_decode_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
+
+// AMD's matrix instructions (stream.cuh), likewise. They take what stream_refuses() in select.cu lets through.
+Status launch_gemm_mfma_gfx9_bf16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_gemm_mfma_gfx9_fp16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_gemm_wmma_gfx11_bf16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_gemm_wmma_gfx11_fp16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_gemm_wmma_gfx12_bf16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_gemm_wmma_gfx12_fp16(const GemmArgs& a, int block_rows, Stream stream);
 
 }  // namespace int4_emu::gpu

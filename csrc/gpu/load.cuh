@@ -20,8 +20,9 @@ template <class T>
 __device__ __forceinline__ void load_x(const GemmArgs& a, int32_t row, int64_t k, float* out) {
   const T* x = static_cast<const T*>(a.x) + static_cast<int64_t>(row < 0 ? 0 : row / a.row_divisor) * a.x_stride + k;
   if constexpr (sizeof(T) == 2) {
-    const Vec4 zero = {{0, 0, 0, 0}};
-    widen_eight<T>(row >= 0 && k < a.w.k ? *reinterpret_cast<const Vec4*>(x) : zero, out);
+    Vec4 v = {{0, 0, 0, 0}};  // an if, since ?: on two structs would choose between addresses and put both in memory
+    if (row >= 0 && k < a.w.k) v = *reinterpret_cast<const Vec4*>(x);
+    widen_eight<T>(v, out);
   } else {
 #pragma unroll
     for (int j = 0; j < 8; ++j) out[j] = row >= 0 && k + j < a.w.k ? x[j] : 0.f;

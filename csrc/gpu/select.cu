@@ -3,8 +3,11 @@
 
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "../core/layout.h"
+#include "architecture.h"
 #include "numeric.cuh"
 
 // What the build compiled the kernels for, as the build says it.
@@ -15,40 +18,113 @@
 namespace int4_emu::gpu {
 namespace {
 
-// Why mma_sm80 does not serve, or an empty text.
-void reject_mma_sm80(int device, DType x, char* reason, size_t size) {
-  reason[0] = 0;
-#ifndef INT4_EMU_ATOM_MMA_SM80
-  (void)device;
-  (void)x;
-  std::snprintf(reason, size, "not used since it was not compiled");
-#else
-  if (x == DType::f32) {
-    std::snprintf(reason, size, "not used since x is float32");
-    return;
-  }
+// A device's architecture, asked for once: the question may take the runtime longer than a kernel runs.
+struct Device {
+  char architecture[256] = {0};
+  char error[256] = {0};
+};
+
+Device ask_device(int device) {
+  static std::mutex mutex;
+  static std::map<int, Device> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  Device answer;
   DeviceProperties properties;
   const Error error = runtime_properties(&properties, device);
-  if (error != INT4_EMU_RUNTIME(Success)) {
-    INT4_EMU_RUNTIME(GetLastError)();
-    std::snprintf(reason, size, "not used since device %d cannot be asked: %s", device, INT4_EMU_RUNTIME(GetErrorString)(error));
-  } else if (properties.major < 8) {
-    std::snprintf(reason, size, "not used since it needs sm_80 or newer, and device %d is sm_%d%d", device, properties.major,
-                  properties.minor);
+  if (error == INT4_EMU_RUNTIME(Success)) {
+    architecture_of(properties, answer.architecture, sizeof(answer.architecture));
+    known[device] = answer;
+  } else {
+    (void)INT4_EMU_RUNTIME(GetLastError)();
+    std::snprintf(answer.error, sizeof(answer.error), "device %d cannot be asked: %s", device, INT4_EMU_RUNTIME(GetErrorString)(error));
   }
-#endif
+  return answer;
 }
 
-#ifndef INT4_EMU_ATOM_MMA_SM80
-Status launch_mma(const GemmArgs&, const Plan&, Stream) { return make_error(Code::internal, "mma_sm80 was not compiled"); }
+// "built for X, this is Y", or an empty text.
+void reject_device(int device, const Device& d, char* reason, size_t size) {
+  reason[0] = 0;
+  if (d.error[0] == 0 && !arch_is_served(INT4_EMU_GPU_ARCHS, d.architecture)) {
+    std::snprintf(reason, size, "the GPU kernels were built for %s, and device %d is %s", INT4_EMU_GPU_ARCHS, device, d.architecture);
+  }
+}
+
+// The families that are better than fma. Launchers are null where the build left them out.
+using Launcher = Status (*)(const GemmArgs&, int, Stream);
+struct Family {
+  Atom atom;
+  const char* needs;
+  Launcher bf16, fp16;
+};
+const Family kFamilies[] = {
+#ifdef INT4_EMU_ATOM_MMA_SM80
+    {Atom::mma_sm80, "sm_80 or newer", launch_gemm_mma_sm80_bf16, launch_gemm_mma_sm80_fp16},
 #else
-Status launch_mma(const GemmArgs& a, const Plan& plan, Stream stream) {
+    {Atom::mma_sm80, "sm_80 or newer", nullptr, nullptr},
+#endif
+#ifdef INT4_EMU_ATOM_MFMA_GFX9
+    {Atom::mfma_gfx9, "gfx90a, gfx942 or gfx950", launch_gemm_mfma_gfx9_bf16, launch_gemm_mfma_gfx9_fp16},
+#else
+    {Atom::mfma_gfx9, "gfx90a, gfx942 or gfx950", nullptr, nullptr},
+#endif
+#ifdef INT4_EMU_ATOM_WMMA_GFX11
+    {Atom::wmma_gfx11, "gfx11xx", launch_gemm_wmma_gfx11_bf16, launch_gemm_wmma_gfx11_fp16},
+#else
+    {Atom::wmma_gfx11, "gfx11xx", nullptr, nullptr},
+#endif
+#ifdef INT4_EMU_ATOM_WMMA_GFX12
+    {Atom::wmma_gfx12, "gfx120x", launch_gemm_wmma_gfx12_bf16, launch_gemm_wmma_gfx12_fp16},
+#else
+    {Atom::wmma_gfx12, "gfx120x", nullptr, nullptr},
+#endif
+};
+
+const Family& family_of(Atom atom) {
+  for (const Family& family : kFamilies) {
+    if (family.atom == atom) return family;
+  }
+  return kFamilies[0];
+}
+
+// Why a family does not serve, or an empty text.
+void reject_family(const Family& family, int device, const Device& d, DType x, char* reason, size_t size) {
+  reason[0] = 0;
+  if (family.bf16 == nullptr) {
+    std::snprintf(reason, size, "not used since it was not compiled");
+  } else if (x == DType::f32) {
+    std::snprintf(reason, size, "not used since x is float32");
+  } else if (d.error[0] != 0) {
+    std::snprintf(reason, size, "not used since %s", d.error);
+  } else {
+    const char* name = family_for(d.architecture);
+    if (name == nullptr || std::strcmp(name, atom_name(family.atom)) != 0) {
+      std::snprintf(reason, size, "not used since it needs %s, and device %d is %s", family.needs, device, d.architecture);
+    }
+  }
+}
+
+Status launch_family(const GemmArgs& a, const Plan& plan, Stream stream) {
   const bool bf16 = a.x_dtype == DType::bf16;
+#ifdef INT4_EMU_ATOM_MMA_SM80
   if (plan.decode)
     return bf16 ? launch_decode_mma_sm80_bf16(a, plan.block_rows, stream) : launch_decode_mma_sm80_fp16(a, plan.block_rows, stream);
-  return bf16 ? launch_gemm_mma_sm80_bf16(a, plan.block_rows, stream) : launch_gemm_mma_sm80_fp16(a, plan.block_rows, stream);
-}
 #endif
+  const Family& family = family_of(plan.atom);
+  const Launcher run = bf16 ? family.bf16 : family.fp16;
+  if (run == nullptr) return make_error(Code::internal, "%s was not compiled", atom_name(plan.atom));
+  return run(a, plan.block_rows, stream);
+}
+
+// Why the kernels that stream weights into registers (stream.cuh) do not take a projection; null where they do.
+const char* stream_refuses(const Weight& w, bool w_vector) {
+  if (!w_vector) {
+    return w.packed ? "its packed rows and groups do not come in aligned 16-byte units"
+                    : "its dense weights are not of x's dtype in aligned 16-byte units along k";
+  }
+  return w.packed && w.groups > 1 && w.group_size % 32 != 0 ? "its groups are no multiple of 32" : nullptr;
+}
 
 // The smallest of a family's sizes that holds the average rows of an expert, else its largest.
 int rows_for(const int* sizes, int64_t average) {
@@ -70,26 +146,48 @@ const char* atom_name(Atom atom) {
       return "fma";
     case Atom::mma_sm80:
       return "mma_sm80";
+    case Atom::mfma_gfx9:
+      return "mfma_gfx9";
+    case Atom::wmma_gfx11:
+      return "wmma_gfx11";
+    case Atom::wmma_gfx12:
+      return "wmma_gfx12";
   }
   return "unknown";
 }
 
 const char* compiled_architectures() { return INT4_EMU_GPU_ARCHS; }
 
-Status set_device(int device) { return runtime_set_device(device); }
+Status set_device(int device) {
+  if (Status s = runtime_set_device(device); !s) return s;
+  char reason[384];
+  reject_device(device, ask_device(device), reason, sizeof(reason));
+  return reason[0] == 0 ? Status{} : make_error(Code::unsupported, "%s", reason);
+}
 
 AtomChoice select_atom(int device, DType x, Atom forced) {
   AtomChoice choice = {Atom::fma, "exact", {0}};
-  char reason[256];
-  reject_mma_sm80(device, x, reason, sizeof(reason));
-  if (forced == Atom::fma) {
-    std::snprintf(choice.rejections, sizeof(choice.rejections), "mma_sm80: not used since fma was asked for");
-  } else if (reason[0] == 0) {
-    choice.atom = Atom::mma_sm80;
-    choice.numerics = "rounded";
-  } else {
-    std::snprintf(choice.rejections, sizeof(choice.rejections), "mma_sm80: %s", reason);
-    if (forced == Atom::mma_sm80) choice.atom = Atom::automatic;
+  const Device d = ask_device(device);
+  reject_device(device, d, choice.rejections, sizeof(choice.rejections));
+  if (choice.rejections[0] != 0) {
+    choice.atom = Atom::automatic;
+    return choice;
+  }
+  size_t used = 0;
+  for (const Family& family : kFamilies) {
+    if (forced != Atom::automatic && forced != Atom::fma && forced != family.atom) continue;
+    char reason[384];
+    reject_family(family, device, d, x, reason, sizeof(reason));
+    if (reason[0] == 0 && forced != Atom::fma) {
+      choice.atom = family.atom;
+      // mma_sm80 takes packed weights rounded to x's dtype; the others take exact codes and scale sums in fp32.
+      if (family.atom == Atom::mma_sm80) choice.numerics = "rounded";
+      return choice;
+    }
+    if (reason[0] == 0) std::snprintf(reason, sizeof(reason), "not used since fma was asked for");
+    std::snprintf(choice.rejections + used, sizeof(choice.rejections) - used, "%s%s: %s", used ? "; " : "", atom_name(family.atom), reason);
+    used = std::strlen(choice.rejections);
+    if (forced == family.atom) choice.atom = Atom::automatic;
   }
   return choice;
 }
@@ -127,8 +225,21 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
   const int64_t touched = rows < experts ? rows : experts, average = touched > 0 ? ceil_div(rows, touched) : 0;
   plan->atom = choice.atom;
   plan->decode = false;
-  if (choice.atom == Atom::fma) {
+  plan->fallback = nullptr;
+  const bool streams = choice.atom != Atom::fma && choice.atom != Atom::mma_sm80;
+  for (int i = 0; i < count && streams; ++i) {
+    const char* reason = stream_refuses(projections[i].w, projections[i].w_vector);
+    if (reason == nullptr) continue;
+    if (forced == choice.atom) return make_error(Code::unsupported, "%s: not used since %s", atom_name(choice.atom), reason);
+    plan->atom = Atom::fma;
+    plan->fallback = reason;
+  }
+  if (plan->atom == Atom::fma) {
     plan->block_rows = rows_for(kFmaRows, average);
+    return {};
+  }
+  if (streams) {
+    plan->block_rows = rows_for(kStreamRows, average);
     return {};
   }
   plan->decode = average <= kDecodeRows[1];
@@ -138,7 +249,7 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
 }
 
 Status launch_gemm(const GemmArgs& a, const Plan& plan, Stream stream) {
-  return plan.atom == Atom::fma ? launch_gemm_fma(a, plan.block_rows, stream) : launch_mma(a, plan, stream);
+  return plan.atom == Atom::fma ? launch_gemm_fma(a, plan.block_rows, stream) : launch_family(a, plan, stream);
 }
 
 }  // namespace int4_emu::gpu

@@ -12,7 +12,8 @@ void describe_memory(GemmArgs& a);
 struct Plan {
   Atom atom = Atom::fma;
   int block_rows = 16;
-  bool decode = false;  // every projection goes through the decode path
+  bool decode = false;             // every projection goes through the decode path
+  const char* fallback = nullptr;  // why the device's own family was passed over for fma, null where it was not
 };
 
 // `projections` share their row blocks: `rows` rows over `experts` experts.

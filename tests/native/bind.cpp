@@ -13,6 +13,7 @@
 #include "../../csrc/cpu/api.h"
 #include "../../csrc/cpu/features.h"
 #include "../../csrc/cpu/select.h"
+#include "../../csrc/gpu/architecture.h"
 
 namespace py = pybind11;
 using namespace int4_emu;
@@ -203,6 +204,8 @@ PYBIND11_MODULE(int4_emu_native, m) {
   py::class_<BoundWeight>(m, "Weight");
   using namespace py::literals;
 
+  m.def("arch_is_served", [](const std::string& compiled, const std::string& device) { return gpu::arch_is_served(compiled, device); });
+  m.def("family_for", [](const std::string& device) { return gpu::family_for(device); });
   m.def("ceil_div", &ceil_div);
   m.def("round_up", &round_up);
   m.def("row_bytes", &row_bytes);
