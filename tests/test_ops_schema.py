@@ -6,13 +6,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import oracle
-from layers import Layer, make_layer, to_torch
+from op_calls import OP_LIST, Call, call_of, small_layer
 
 _MOE_TAIL = (
     "Tensor? w13_bias=None, Tensor? w2_bias=None, Tensor? expert_map=None, "
@@ -105,68 +103,22 @@ def test_only_out_variants_may_write_and_nothing_is_a_str_or_scalar() -> None:
 
 # One call of each op.
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def _layer(tokens: int = 3, **options: Any) -> Layer:
-    options = {
-        "experts": 3,
-        "hidden": 32,
-        "intermediate": 16,
-        "group_sizes": (16, 8),
-        "dtype": torch.bfloat16,
-    } | options
-    return make_layer(np.random.default_rng(1), tokens=tokens, **options)
-
-
-def _projection(name: str = "awq") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rng = np.random.default_rng(2)
-    codes, zeros = rng.integers(0, 16, (16, 32)), rng.integers(0, 16, (16, 4))
-    parts = oracle.store(name, codes, np.full((16, 4), 0.5), zeros)
-    return torch.from_numpy(parts[0]), to_torch(parts[1], torch.float16), torch.from_numpy(parts[2])
-
-
-def _call(name: str) -> Call:
-    qweight, scales, qzeros = _projection()
-    layer = _layer()
-    if name in ("unpack", "unpack_zeros"):
-        return (qweight if name == "unpack" else qzeros,), {"format": 4}
-    if name.startswith("dequantize"):
-        out = {"out": torch.zeros(16, 32)} if name.endswith("_out") else {"dtype": torch.float32}
-        return (qweight, scales, qzeros), dict(group_size=8, format=4, **out)
-    if name.startswith("repack"):
-        outs = {
-            "out_qweight": torch.zeros(16, 16, dtype=torch.uint8),
-            "out_scales": torch.zeros(16, 4, dtype=torch.float16),
-            "out_qzeros": torch.zeros(16, 4, dtype=torch.uint8),
-        }
-        return (qweight, scales, qzeros), dict(format=4, **(outs if name.endswith("_out") else {}))
-    if name in ("prepack", "unprepack"):
-        return (layer.w13.qweight[:, :16],), {"layout": 1}
-    if name == "moe_align":
-        return (layer.topk_ids, 3, 4), {}
-    if name.startswith("grouped_gemm"):
-        w = layer.w13
-        offsets = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
-        out = {"out": torch.zeros(3, 32, dtype=torch.bfloat16)} if name.endswith("_out") else {}
-        return (layer.x, w.qweight, offsets), dict(scales=w.scales, qzeros=w.qzeros, group_size=16, **out)
-    out = {"out": torch.zeros_like(layer.x)} if name.endswith("_out") else {}
-    if name.startswith("fused_moe_packed"):
-        return layer.packed_args(), layer.packed_options() | out
-    return (layer.x, *layer.dense_weights(), layer.topk_weights, layer.topk_ids), layer.options | out
+def test_every_op_has_a_call() -> None:
+    assert set(OP_LIST) == set(SCHEMAS)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_opcheck(name: str) -> None:
     """Schema against behaviour, autograd registration, fake kernel, and tracing with static and dynamic
     shapes."""
-    args, kwargs = _call(name)
+    args, kwargs = call_of(name)
     torch.library.opcheck(getattr(namespace(), name).default, args, kwargs)
 
 
 @pytest.mark.parametrize("name", [n for n in SCHEMAS if not n.endswith("_out")])
 def test_outputs_alias_no_input_and_not_each_other(name: str) -> None:
-    args, kwargs = _call(name)
+    args, kwargs = call_of(name)
     results = getattr(namespace(), name)(*args, **kwargs)
     results = [results] if isinstance(results, torch.Tensor) else list(results)
     inputs = [t for t in [*args, *kwargs.values()] if isinstance(t, torch.Tensor)]
@@ -176,7 +128,7 @@ def test_outputs_alias_no_input_and_not_each_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in SCHEMAS if not n.endswith("_out")])
 def test_fake_kernel_agrees_on_meta(name: str) -> None:
-    args, kwargs = _call(name)
+    args, kwargs = call_of(name)
     real = getattr(namespace(), name)(*args, **kwargs)
 
     def to_meta(v: Any) -> Any:
@@ -193,7 +145,7 @@ def test_fake_kernel_agrees_on_meta(name: str) -> None:
 
 def test_compile_with_dynamic_tokens(compiled: ModuleType) -> None:
     """One fullgraph compilation serves several M; results equal eager bit for bit."""
-    layer = _layer()
+    layer = small_layer()
     dense = layer.dense_weights()
 
     def both(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,14 +156,14 @@ def test_compile_with_dynamic_tokens(compiled: ModuleType) -> None:
     torch._dynamo.reset()
     graph = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (3, 5, 8):
-        other = _layer(tokens)
+        other = small_layer(tokens)
         inputs = (other.x, other.topk_weights, other.topk_ids)
         assert all(torch.equal(a, b) for a, b in zip(graph(*inputs), both(*inputs), strict=True))
 
 
 @pytest.mark.parametrize("name", ["unpack", "dequantize", "repack", "prepack", "moe_align", "grouped_gemm"])
 def test_compile_of_the_single_ops(compiled: ModuleType, name: str) -> None:
-    args, kwargs = _call(name)
+    args, kwargs = call_of(name)
     torch._dynamo.reset()
     graph = torch.compile(getattr(compiled, name), fullgraph=True, dynamic=True, backend="aot_eager")
     got, want = graph(*args, **kwargs), getattr(compiled, name)(*args, **kwargs)
@@ -221,7 +173,7 @@ def test_compile_of_the_single_ops(compiled: ModuleType, name: str) -> None:
 
 def test_compile_with_inductor(compiled: ModuleType) -> None:
     """The default compiler, once: the fake strides must hold for generated code too."""
-    layer = _layer()
+    layer = small_layer()
 
     def run(x: torch.Tensor) -> torch.Tensor:
         args = layer.packed_args()
@@ -269,7 +221,7 @@ def _wrong_calls() -> list[tuple[str, str, Callable[[Call], Call], type[Exceptio
 def test_fake_kernels_raise_the_same_errors(
     compiled: ModuleType, name: str, what: str, change: Callable[[Call], Call], error: type[Exception]
 ) -> None:
-    args, kwargs = change(_call(name))
+    args, kwargs = change(call_of(name))
     with pytest.raises(error) as eager:
         getattr(compiled, name)(*args, **kwargs)
     with FakeTensorMode() as mode:

@@ -8,6 +8,20 @@
 
 namespace int4_emu::binding {
 
+Tensor allocate(const Tensor& like, const std::vector<int64_t>& dims, ScalarType dtype, const char* what) {
+  try {
+    return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(dims.data(), dims.size()), dtype);
+  } catch (const std::runtime_error&) {
+    // Sizes are checked before: only memory can be short. torch's own words do not survive its stable interface before 2.13.
+    double bytes = dtype == ScalarType::Byte ? 1 : (dtype == ScalarType::Float || dtype == ScalarType::Int ? 4 : 2);
+    for (int64_t d : dims) bytes *= static_cast<double>(d);
+    std::ostringstream text;
+    text.precision(4);
+    text << "out of memory: no " << bytes / (1 << 20) << " MiB of " << what << " on " << device_name(like);
+    throw std::runtime_error(text.str());
+  }
+}
+
 void raise_if_error(const Status& status, const char* op) {
   if (status) return;
   const std::string text = std::string(op) + ": " + status.message;

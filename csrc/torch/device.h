@@ -43,10 +43,13 @@ Status grouped_gemm(GroupedGemmProblem p, const Tensor& offsets, const Tensor& l
 
 }  // namespace device
 
+// Uninitialised memory on the device of `like`; where there is none, one sentence with the size (`what` is "workspace" or "output").
+Tensor allocate(const Tensor& like, const std::vector<int64_t>& dims, ScalarType dtype, const char* what);
+
 // Scratch from torch's allocator, 256-byte aligned, freed (in stream order) when the call returns.
 struct Workspace {
   Workspace(const Tensor& like, size_t bytes)
-      : tensor(torch::stable::new_empty(like, {static_cast<int64_t>(bytes) + 256}, ScalarType::Byte)) {}
+      : tensor(allocate(like, {static_cast<int64_t>(bytes) + 256}, ScalarType::Byte, "workspace")) {}
   void* data() const {
     const auto p = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
     return reinterpret_cast<void*>((p + 255) & ~uintptr_t{255});

@@ -78,9 +78,13 @@ namespace {
 thread_local const Tensor* innermost = nullptr;
 }
 
-DeviceScope::DeviceScope(const Tensor& first) : guard_(std::make_unique<Guard>(first.get_device_index())), outer_(innermost) {
-  // A statically linked runtime has a current device of its own.
-  raise_if_error(gpu::set_device(first.get_device_index()), "device");
+DeviceScope::DeviceScope(const Tensor& first) : outer_(innermost) {
+  // A first argument on the CPU gets here when another is on the GPU: the checks will name both.
+  if (first.is_cuda()) {
+    guard_ = std::make_unique<Guard>(first.get_device_index());
+    // A statically linked runtime has a current device of its own.
+    raise_if_error(gpu::set_device(first.get_device_index()), "device");
+  }
   innermost = &first;
 }
 DeviceScope::~DeviceScope() { innermost = outer_; }

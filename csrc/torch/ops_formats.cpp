@@ -157,9 +157,7 @@ Repack repack_arguments(const Tensor& qweight, const Tensor& scales, const Optio
   return r;
 }
 
-Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& dims, ScalarType dtype) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(dims.data(), dims.size()), dtype);
-}
+Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& dims, ScalarType dtype) { return allocate(like, dims, dtype, "output"); }
 
 Tensor reorder(const Tensor& qweight, int64_t layout, int64_t bits, bool forward) {
   check_bits(bits);

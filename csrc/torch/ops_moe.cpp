@@ -222,7 +222,7 @@ Layer packed_layer(const Tensor& x, const Tensor& w13, const Tensor& w2, const R
 }
 
 Tensor run_new(Layer layer, const Tensor& x, const char* op) {
-  Tensor out = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  Tensor out = allocate(x, {x.size(0), x.size(1)}, x.scalar_type(), "output");
   layer.run(out, op);
   return out;
 }
@@ -295,7 +295,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_align(const Tensor& topk_ids, int
   p.ids_are_int64 = ids.scalar_type() == ScalarType::Long;
   p.block_size = block_size;
   const int64_t capacity = round_up(p.slots + num_experts * (block_size - 1), block_size);
-  const auto make = [&](int64_t n) { return torch::stable::new_empty(ids, {n}, ScalarType::Int); };
+  const auto make = [&](int64_t n) { return allocate(ids, {n}, ScalarType::Int, "output"); };
   std::tuple<Tensor, Tensor, Tensor, Tensor> out{make(capacity), make(capacity / block_size), make(num_experts + 1), make(1)};
   p.sorted_slots = static_cast<int32_t*>(std::get<0>(out).mutable_data_ptr());
   p.block_experts = static_cast<int32_t*>(std::get<1>(out).mutable_data_ptr());
@@ -309,7 +309,7 @@ Tensor grouped_gemm(const Tensor& x, const Tensor& weight, const Tensor& expert_
                     const OptionalTensor& perm, const OptionalTensor& bias, int64_t group_size, int64_t bits, int64_t layout) {
   const DeviceScope scope(x);
   Grouped g = grouped_of(x, weight, expert_offsets, scales, qzeros, perm, bias, group_size, bits, layout);
-  Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(1)});
+  Tensor out = allocate(x, {x.size(0), weight.size(1)}, x.scalar_type(), "output");
   g.run(out, "grouped_gemm");
   return out;
 }

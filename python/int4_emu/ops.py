@@ -57,6 +57,8 @@ def _call(op: Any, check: Callable[..., Any], args: tuple[Any, ...], options: di
         for argument, given in zip(op.default._schema.arguments, args, strict=False):
             if given is None and str(argument.type) == "Tensor":
                 raise TypeError(f"{argument.name} must be of type Tensor, got NoneType") from None
+        if str(error).startswith("out of memory"):
+            raise torch.OutOfMemoryError(str(error)) from None
         if not isinstance(error, NotImplementedError):
             check(*args, **options)
         if "INT4_EMU_CPU_ISA" in str(error):
