@@ -64,17 +64,26 @@ struct MmaSm80Atom {
         if (from[i] == nullptr || k >= a.w.k) continue;
         codes[i] = sm80::load_streaming(from[i] + (kKind == WeightKind::int4 ? k / 2 : k));
         const int64_t c = groups[i] + group_of(a, k);
-        scale[i] = load_float(a.w.scales, a.w.scale_dtype, c);
+        scale[i] =
+            sm80::is_type<T>(a.w.scale_dtype) ? to_float(static_cast<const T*>(a.w.scales)[c]) : load_float(a.w.scales, a.w.scale_dtype, c);
         zero[i] = a.w.zeros ? a.w.zeros[c] : (kKind == WeightKind::int4 ? 8 : 128);
       }
     }
 
     __device__ void store(const GemmArgs& a, Element* tile) const {
-      const bool own_type = sm80::is_type<T>(a.w.scale_dtype);
+      if (sm80::is_type<T>(a.w.scale_dtype)) {
+        store_scaled<true>(tile);
+      } else {
+        store_scaled<false>(tile);
+      }
+    }
+
+    template <bool kOwnType>
+    __device__ void store_scaled(Element* tile) const {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int u = static_cast<int>(threadIdx.x) + i * kThreads, r = u / kRowChunks, first = u % kRowChunks * (kCodes / 8);
-        const sm80::Scale<T> s{scale[i], own_type};
+        const sm80::Scale<T, kOwnType> s(scale[i]);
         if constexpr (kKind == WeightKind::int4) {
           const uint32_t minus = sm80::minus_int4<T>(zero[i]);
 #pragma unroll

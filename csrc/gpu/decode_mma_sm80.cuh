@@ -10,7 +10,7 @@
 
 namespace int4_emu::gpu {
 
-constexpr int kDecodeWarps = 4;
+constexpr int kDecodeWarps = 8;  // at most; K is split over 4 where there are blocks enough
 
 // How scales meet the sums: once per chunk of k in fp32, exactly, where a chunk lies inside one group; else on the weights.
 enum class ScaleMode { none, per_chunk, per_lane };
@@ -21,7 +21,7 @@ struct DecodeShape {
   static constexpr int kChunk = 4 * kLane;                                                             // of the four lanes of a row
 };
 
-template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale>
+template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale, bool kOwnType>
 struct DecodeWarp {
   using P = sm80::Pair<T>;
   static constexpr int kLane = DecodeShape<kKind>::kLane, kChunk = DecodeShape<kKind>::kChunk, kHalves = 2 * kRowTiles;
@@ -67,13 +67,12 @@ struct DecodeWarp {
     const int bytes = kKind == WeightKind::dense ? k * 2 : (kKind == WeightKind::int4 ? k / 2 : k);
     // In per-chunk mode the scale is that of the lane's tokens, so a lane past K needs it too.
     const uint32_t g = kKind == WeightKind::dense ? 0 : group_of(a, kScale == ScaleMode::per_chunk ? chunk * kChunk : k);
-    const bool own_type = sm80::is_type<T>(a.w.scale_dtype);
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       c.codes[h] = sm80::load_streaming(data + row_bytes[h] + bytes);
       if constexpr (kKind != WeightKind::dense) {
         const int64_t index = first_group + row_groups[h] + g;
-        c.scale[h] = own_type ? to_float(static_cast<const T*>(a.w.scales)[index]) : load_float(a.w.scales, a.w.scale_dtype, index);
+        c.scale[h] = kOwnType ? to_float(static_cast<const T*>(a.w.scales)[index]) : load_float(a.w.scales, a.w.scale_dtype, index);
         c.zero[h] = a.w.zeros ? a.w.zeros[index] : (kKind == WeightKind::int4 ? 8 : 128);
       }
     }
@@ -100,7 +99,7 @@ struct DecodeWarp {
   }
 
   // Pairs of eight weights: octet q of a lane's codes.
-  __device__ void unpack(const Vec4& codes, int q, uint32_t minus, const sm80::Scale<T>& scale, uint32_t* out) const {
+  __device__ void unpack(const Vec4& codes, int q, uint32_t minus, const sm80::Scale<T, kOwnType>& scale, uint32_t* out) const {
     if constexpr (kKind == WeightKind::dense) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) out[j] = codes.w[j];
@@ -119,19 +118,19 @@ struct DecodeWarp {
   }
 
   __device__ void multiply(int chunk, const Chunk& c) {
-    const bool own_type = sm80::is_type<T>(a.w.scale_dtype), inside = chunk * kChunk + quad() * kLane < a.w.k;
+    const bool inside = chunk * kChunk + quad() * kLane < a.w.k;
     const T* x_from[kTokenTiles];
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) x_from[t] = inside && x_data[t] != nullptr ? x_data[t] + chunk * kChunk : nullptr;
     uint32_t minus[kHalves];
-    sm80::Scale<T> scale[kHalves];
+    sm80::Scale<T, kOwnType> scale[kHalves];
     float part[kRowTiles][kTokenTiles][4] = {};
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       if constexpr (kKind == WeightKind::int4) minus[h] = sm80::minus_int4<T>(c.zero[h]);
       if constexpr (kKind == WeightKind::int8) minus[h] = sm80::minus_int8<T>(c.zero[h]);
       if constexpr (kKind == WeightKind::dense) minus[h] = 0;
-      scale[h] = {kKind == WeightKind::dense ? 1.f : c.scale[h], own_type};
+      if constexpr (kKind != WeightKind::dense) scale[h] = sm80::Scale<T, kOwnType>(c.scale[h]);
     }
 #pragma unroll
     for (int q = 0; q < kLane / 8; ++q) {
@@ -164,9 +163,9 @@ struct DecodeWarp {
   }
 };
 
-template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale>
-__global__ void __launch_bounds__(32 * kDecodeWarps, 4) decode_kernel(GemmArgs a, uint32_t column_tiles) {
-  using Warp = DecodeWarp<T, kKind, kTokenTiles, kRowTiles, kScale>;
+template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale, bool kOwnType>
+__global__ void __launch_bounds__(32 * kDecodeWarps, 2) decode_kernel(GemmArgs a, uint32_t column_tiles) {
+  using Warp = DecodeWarp<T, kKind, kTokenTiles, kRowTiles, kScale, kOwnType>;
   constexpr int kTokens = 8 * kTokenTiles, kRows = 16 * kRowTiles;
   __shared__ float partial[kDecodeWarps][kTokens][kRows + 1];
   __shared__ int32_t rows[kTokens];
@@ -179,9 +178,9 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 4) decode_kernel(GemmArgs a
   }
   __syncthreads();
   const int64_t n0 = column_tile * (a.gated ? kRows / 2 : kRows);
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
 
-  const int chunks = static_cast<int>((a.w.k + Warp::kChunk - 1) / Warp::kChunk), share = (chunks + kDecodeWarps - 1) / kDecodeWarps;
+  const int chunks = static_cast<int>((a.w.k + Warp::kChunk - 1) / Warp::kChunk), share = (chunks + warps - 1) / warps;
   const int begin = warp * share, end = begin + share < chunks ? begin + share : chunks;
   Warp w(a, expert, n0, rows);
   // Chunks in flight per warp.
@@ -211,11 +210,11 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 4) decode_kernel(GemmArgs a
   }
   __syncthreads();
   // A thread: one token, weight rows r, r + 1, r + 8, r + 9.
-  for (int i = threadIdx.x; i < kTokens * kRowTiles * 4; i += 32 * kDecodeWarps) {
+  for (int i = threadIdx.x; i < kTokens * kRowTiles * 4; i += static_cast<int>(blockDim.x)) {
     const int token = i / (kRowTiles * 4), r = i % (kRowTiles * 4) / 4 * 16 + i % 4 * 2;
     if (rows[token] < 0) continue;
     float v[4] = {};
-    for (int p = 0; p < kDecodeWarps; ++p) {
+    for (int p = 0; p < warps; ++p) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) v[j] += partial[p][token][r + j % 2 + j / 2 * 8];
     }
@@ -223,39 +222,48 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 4) decode_kernel(GemmArgs a
   }
 }
 
-template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale>
+template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale, bool kOwnType>
 Status launch_decode_kernel(const GemmArgs& a, Stream stream) {
   const int64_t width = a.gated ? 8 * kRowTiles : 16 * kRowTiles, tiles = ceil_div(a.columns, width), blocks = a.blocks.blocks * tiles;
-  return launch("decode_kernel", decode_kernel<T, kKind, kTokenTiles, kRowTiles, kScale>, blocks, 32 * kDecodeWarps, 0, stream, a,
+  const int warps = blocks * 4 < 16 * multiprocessors() ? kDecodeWarps : kDecodeWarps / 2;
+  return launch("decode_kernel", decode_kernel<T, kKind, kTokenTiles, kRowTiles, kScale, kOwnType>, blocks, 32 * warps, 0, stream, a,
                 static_cast<uint32_t>(tiles));
 }
 
-template <class T, WeightKind kKind, ScaleMode kScale>
+template <class T, WeightKind kKind, ScaleMode kScale, bool kOwnType>
 Status launch_decode_rows(const GemmArgs& a, int block_rows, Stream stream) {
-  // Narrow tiles where wide ones would not fill the device twice.
-  const bool narrow = a.blocks.blocks * ceil_div(a.columns, a.gated ? 16 : 32) < 2 * multiprocessors();
+  // Narrow tiles where wide ones would leave multiprocessors idle.
+  const bool narrow = a.blocks.blocks * ceil_div(a.columns, a.gated ? 16 : 32) < multiprocessors();
   if (block_rows == 8) {
-    return narrow ? launch_decode_kernel<T, kKind, 1, 1, kScale>(a, stream) : launch_decode_kernel<T, kKind, 1, 2, kScale>(a, stream);
+    return narrow ? launch_decode_kernel<T, kKind, 1, 1, kScale, kOwnType>(a, stream)
+                  : launch_decode_kernel<T, kKind, 1, 2, kScale, kOwnType>(a, stream);
   }
   if (block_rows == 16) {
-    return narrow ? launch_decode_kernel<T, kKind, 2, 1, kScale>(a, stream) : launch_decode_kernel<T, kKind, 2, 2, kScale>(a, stream);
+    return narrow ? launch_decode_kernel<T, kKind, 2, 1, kScale, kOwnType>(a, stream)
+                  : launch_decode_kernel<T, kKind, 2, 2, kScale, kOwnType>(a, stream);
   }
   return make_error(Code::internal, "decode_kernel has no form for blocks of %d rows", block_rows);
 }
 
+template <class T, WeightKind kKind, bool kOwnType>
+Status launch_decode_scales(const GemmArgs& a, int block_rows, Stream stream) {
+  if (a.w.group_size % DecodeShape<kKind>::kChunk == 0 || a.w.groups == 1) {
+    return launch_decode_rows<T, kKind, ScaleMode::per_chunk, kOwnType>(a, block_rows, stream);
+  }
+  return launch_decode_rows<T, kKind, ScaleMode::per_lane, kOwnType>(a, block_rows, stream);
+}
+
 template <class T, WeightKind kKind>
 Status launch_decode_packed(const GemmArgs& a, int block_rows, Stream stream) {
-  if (a.w.group_size % DecodeShape<kKind>::kChunk == 0 || a.w.groups == 1) {
-    return launch_decode_rows<T, kKind, ScaleMode::per_chunk>(a, block_rows, stream);
-  }
-  return launch_decode_rows<T, kKind, ScaleMode::per_lane>(a, block_rows, stream);
+  return sm80::is_type<T>(a.w.scale_dtype) ? launch_decode_scales<T, kKind, true>(a, block_rows, stream)
+                                           : launch_decode_scales<T, kKind, false>(a, block_rows, stream);
 }
 
 template <class T>
 Status launch_decode(const GemmArgs& a, int block_rows, Stream stream) {
   switch (kind_of(a.w)) {
     case WeightKind::dense:
-      return launch_decode_rows<T, WeightKind::dense, ScaleMode::none>(a, block_rows, stream);
+      return launch_decode_rows<T, WeightKind::dense, ScaleMode::none, true>(a, block_rows, stream);
     case WeightKind::int4:
       return launch_decode_packed<T, WeightKind::int4>(a, block_rows, stream);
     case WeightKind::int8:

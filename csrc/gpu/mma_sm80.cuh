@@ -118,20 +118,23 @@ __device__ inline void unpack_int8(uint32_t word, uint32_t minus, uint32_t* out)
 }
 
 // A scale as the unpackers multiply by it: in T where that is its own type (one rounding of the exact product), else in fp32.
-template <class T>
+template <class T, bool kOwnType>
 struct Scale {
-  float value;
-  bool own_type;
+  float value = 1.f;
+  uint32_t pair = 0;
 
-  __device__ uint32_t times(uint32_t pair) const {
-    if (own_type) return Pair<T>::fma(pair, splat<T>(value), 0x80008000u);  // + (-0)
-    const float low = to_float(T{static_cast<uint16_t>(pair)}), high = to_float(T{static_cast<uint16_t>(pair >> 16)});
+  Scale() = default;
+  __device__ explicit Scale(float v) : value(v), pair(kOwnType ? splat<T>(v) : 0u) {}
+
+  __device__ uint32_t times(uint32_t codes) const {
+    if constexpr (kOwnType) return Pair<T>::fma(codes, pair, 0x80008000u);  // + (-0)
+    const float low = to_float(T{static_cast<uint16_t>(codes)}), high = to_float(T{static_cast<uint16_t>(codes >> 16)});
     return Pair<T>::pack(low * value, high * value);
   }
 };
 
 template <class T>
-__device__ inline bool is_type(DType t) {
+__host__ __device__ inline bool is_type(DType t) {
   return t == (std::is_same<T, Bf16>::value ? DType::bf16 : DType::f16);
 }
 
