@@ -82,6 +82,7 @@ Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, i
   if (blocks > most)
     return make_error(Code::unsupported, "%s must have at most %lld blocks, got %lld", name, (long long)most, (long long)blocks);
 #if defined(INT4_EMU_SIMT)
+  (void)stream;
   simt::launch(name, kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared, std::forward<Arguments>(arguments)...);
 #else
   if (Status s = allow_shared_memory(kernel, shared, name); !s) return s;

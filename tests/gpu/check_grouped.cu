@@ -44,9 +44,8 @@ void check_case(const std::vector<int64_t>& offsets, int64_t rows, int64_t n, in
 }  // namespace
 
 void check_grouped() {
-  for (gpu::Atom atom : {gpu::Atom::fma, gpu::Atom::mma_sm80}) {
-    for (DType type : {DType::bf16, DType::f16, DType::f32}) {
-      if (atom == gpu::Atom::mma_sm80 && type == DType::f32) continue;
+  for (DType type : {DType::bf16, DType::f16, DType::f32}) {
+    for (gpu::Atom atom : atoms_for(type)) {
       for (int bits : {0, 4, 8}) {
         check_case({3, 3, 10, 77, 77, 90}, 100, 72, 96, type, bits, true, atom);
         check_case({0, 2, 2, 3}, 3, 40, 64, type, bits, false, atom);

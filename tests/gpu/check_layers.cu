@@ -123,9 +123,8 @@ ActivationSpec activation(Activation kind, bool limited = false) {
 void check_layers() {
   const DType types[] = {DType::bf16, DType::f16, DType::f32};
   const int64_t big = quick ? 40 : 300;
-  for (gpu::Atom atom : {gpu::Atom::fma, gpu::Atom::mma_sm80}) {
-    for (DType type : types) {
-      if (atom == gpu::Atom::mma_sm80 && type == DType::f32) continue;
+  for (DType type : types) {
+    for (gpu::Atom atom : atoms_for(type)) {
       const auto run = [&](Case c) {
         c.atom = atom, c.dtype = type;
         check_case(c);
@@ -150,6 +149,8 @@ void check_layers() {
       chunked.group = -1, chunked.tokens = 2, run(chunked);
       chunked.bits = 8, run(chunked);
     }
+  }
+  for (gpu::Atom atom : atoms_for(DType::bf16)) {
     Case options{"options", 20, 96, 64, 4, 2};
     options.atom = atom;
     for (int64_t tokens : {int64_t{3}, int64_t{70}}) {

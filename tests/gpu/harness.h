@@ -23,12 +23,13 @@ struct Report {
 };
 extern Report report;
 extern bool quick;
-extern int every;  // of the layer and grouped cases, one in so many runs
+extern int every;      // of the layer and grouped cases, one in so many runs,
+inline int phase = 0;  // starting with this one
 
 // Whether the next case of those is to run.
 inline bool next_case() {
   static int count = 0;
-  return count++ % every == 0;
+  return count++ % every == phase;
 }
 
 inline void expect(bool ok, const std::string& name, const std::string& detail = "") {
@@ -50,13 +51,21 @@ inline void must(const Status& s, const char* what) {
 
 inline void synchronize() { must(INT4_EMU_RUNTIME(DeviceSynchronize)(), "synchronize"); }
 
-// Device memory between two guard zones, filled with 0xff (a NaN in every float type).
+// fma, and the family that selection takes for this dtype where it is another.
+inline std::vector<gpu::Atom> atoms_for(DType type) {
+  std::vector<gpu::Atom> atoms{gpu::Atom::fma};
+  const gpu::Atom best = gpu::select_atom(0, type).atom;
+  if (best != gpu::Atom::fma) atoms.push_back(best);
+  return atoms;
+}
+
+// Device memory between two guard zones, filled with 0xff (a NaN in every float type). On the host shim the allocator guards it.
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(size_t count, int skew = 0) : count_(count) {
-    must(INT4_EMU_RUNTIME(Malloc)(reinterpret_cast<void**>(&base_), bytes() + 2 * kGuard + 16), "allocate");
-    must(INT4_EMU_RUNTIME(Memset)(base_, 0xff, bytes() + 2 * kGuard + 16), "poison");
+  explicit Buffer(size_t count, int skew = 0) : count_(count), skew_(skew) {
+    must(INT4_EMU_RUNTIME(Malloc)(reinterpret_cast<void**>(&base_), skew_ + bytes() + 2 * kGuard), "allocate");
+    must(INT4_EMU_RUNTIME(Memset)(base_, 0xff, skew_ + bytes() + 2 * kGuard), "poison");
     data_ = reinterpret_cast<T*>(base_ + kGuard + skew);
   }
   explicit Buffer(const std::vector<T>& v, int skew = 0) : Buffer(v.size(), skew) {
@@ -76,7 +85,7 @@ class Buffer {
   }
   // Whether nothing was written outside the buffer.
   bool guarded() const {
-    std::vector<uint8_t> all(bytes() + 2 * kGuard + 16);
+    std::vector<uint8_t> all(skew_ + bytes() + 2 * kGuard);
     synchronize();
     must(INT4_EMU_RUNTIME(Memcpy)(all.data(), base_, all.size(), INT4_EMU_RUNTIME(MemcpyDeviceToHost)), "copy guard");
     const size_t begin = reinterpret_cast<uint8_t*>(data_) - base_;
@@ -87,8 +96,12 @@ class Buffer {
   }
 
  private:
+#if defined(INT4_EMU_SIMT)
+  static constexpr size_t kGuard = 0;
+#else
   static constexpr size_t kGuard = 1024;
-  size_t count_;
+#endif
+  size_t count_, skew_;
   uint8_t* base_ = nullptr;
   T* data_ = nullptr;
 };
