@@ -238,7 +238,7 @@ def make_no_gate() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("out", "error", "fragments"), [
     (torch.zeros(4, 31, dtype=torch.bfloat16), ValueError, ("out", "[4, 32]", "[4, 31]")),
-    (torch.zeros(4, 32), TypeError, ("out", "bfloat16", "float32")),
+    (torch.zeros(4, 32, dtype=torch.float16), TypeError, ("out", "bfloat16", "float32", "float16")),
     (torch.zeros(4, 32, dtype=torch.bfloat16, device="meta"), TypeError, ("out", "meta", "cpu")),
     (torch.zeros(32, 4, dtype=torch.bfloat16).t(), ValueError, ("out", "contiguous")),
     (torch.zeros(1, 1, dtype=torch.bfloat16).expand(4, 32), ValueError, ("out", "contiguous")),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import oracle
-from implementations import OnGpu
+from implementations import IMPLEMENTATIONS, OnGpu
 from layers import NAMES, Layer, make_layer, to_numpy, to_torch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -407,6 +407,18 @@ def test_out_variant(compiled: ModuleType, packed: bool, rng: np.random.Generato
     out = torch.full_like(layer.x, float("nan"))
     result = (layer.run_packed if packed else layer.run_dense)(compiled, out=out)
     assert result is out and torch.equal(out, want)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_out_is_the_sum_before_its_rounding(
+    ops: ModuleType, dtype: torch.dtype, packed: bool, rng: np.random.Generator
+) -> None:
+    layer = make_layer(rng, tokens=9, hidden=68, group_sizes=(34, 16), dtype=dtype, bias=True)
+    run = layer.run_packed if packed else layer.run_dense
+    has_out = ops is not IMPLEMENTATIONS["reference"]
+    out = run(ops, **({"out": torch.full(layer.x.shape, float("nan"))} if has_out else {"dtype": torch.float32}))
+    assert torch.equal(out.to(dtype), run(ops)) and not torch.equal(out, run(ops).float())
 
 
 @BOTH

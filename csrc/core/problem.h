@@ -45,6 +45,7 @@ struct MoeProblem {
   W13Order w13_order = W13Order::halves;
   bool weight_on_input = false;         // topk == 1 only
   void* out = nullptr;                  // [M, H] contiguous
+  bool out_is_f32 = false;              // out is fp32, whatever dtype says
 };
 
 // Ragged groups of rows: rows offsets[e]..offsets[e + 1] of x times weight[e]^T. Rows outside every group become zero.

@@ -153,6 +153,7 @@ class Layer {
   // Unrouted slots are left out, so their rows of y, which nobody wrote, are never read.
   void combine(int64_t token0, int64_t tokens) {
     constexpr int64_t kTokens = 4;
+    const DType out_dtype = p_.out_is_f32 ? DType::f32 : p_.dtype;
     run_tasks(parallel_, table_, ceil_div(tokens, kTokens), [&](int64_t worker, int64_t task) {
       int64_t* rows = plan_.combine_rows + worker * p_.topk;
       float* weights = plan_.combine_weights + worker * p_.topk;
@@ -166,8 +167,8 @@ class Layer {
           // A weight that went into x must not count twice.
           weights[count++] = p_.weight_on_input ? 1.f : p_.topk_weights[(token0 + t) * p_.topk + j];
         }
-        char* out = static_cast<char*>(p_.out) + (token0 + t) * p_.hidden * dtype_bytes(p_.dtype);
-        table_.combine(plan_.y, p_.hidden, rows, weights, count, p_.hidden, out, p_.dtype);
+        char* out = static_cast<char*>(p_.out) + (token0 + t) * p_.hidden * dtype_bytes(out_dtype);
+        table_.combine(plan_.y, p_.hidden, rows, weights, count, p_.hidden, out, out_dtype);
       }
     });
   }

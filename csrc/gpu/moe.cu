@@ -128,7 +128,8 @@ Status fused_moe(const MoeProblem& p, void* workspace, size_t bytes, void* strea
   }
   const int64_t column_blocks = ceil_div(p.hidden, kThreads * 4), sum_blocks = p.tokens * column_blocks;
   return launch("moe_sum_kernel", moe_sum_kernel, sum_blocks, kThreads, 0, stream, route, layer.y,
-                p.weight_on_input ? nullptr : p.topk_weights, p.topk, p.hidden, column_blocks, p.out, p.dtype);
+                p.weight_on_input ? nullptr : p.topk_weights, p.topk, p.hidden, column_blocks, p.out,
+                p.out_is_f32 ? DType::f32 : p.dtype);
 }
 
 }  // namespace int4_emu::gpu

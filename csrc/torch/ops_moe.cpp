@@ -132,6 +132,7 @@ struct Layer {
     p.w13 = w13.w;
     p.w2 = w2.w;
     p.out = out.mutable_data_ptr();
+    p.out_is_f32 = out.scalar_type() == ScalarType::Float;
     if (p.tokens == 0 || p.hidden == 0) return;
     raise_if_error(device::fused_moe(p, held[0]), op);
   }
@@ -183,7 +184,10 @@ Layer layer_of(const Tensor& x, const Routing& r, const Options& o, int64_t expe
 }
 
 void check_layer_out(const Tensor& out, const Tensor& x) {
-  check_dtype(out, "out", {x.scalar_type()});
+  if (x.scalar_type() == ScalarType::Float)
+    check_dtype(out, "out", {ScalarType::Float});
+  else
+    check_dtype(out, "out", {x.scalar_type(), ScalarType::Float});
   check_out(out, {x.size(0), x.size(1)}, "[M, H]", "hidden_states " + shape_text(x));
   check_disjoint(out, x, "hidden_states");
 }

@@ -247,7 +247,7 @@ def _reference_kernel(op: str) -> Callable[..., Any]:
         outs = [
             kwargs.pop(name) for name in ("out", "out_qweight", "out_scales", "out_qzeros") if name in kwargs
         ]
-        if op == "dequantize_out":
+        if op in ("dequantize_out", "fused_moe_out", "fused_moe_packed_out"):
             kwargs["dtype"] = outs[0].dtype
         results = run(*args, **kwargs)
         for out, value in zip(outs, results if isinstance(results, tuple) else (results,), strict=False):

@@ -313,6 +313,24 @@ class Experts(nn.Module, FromFormats):
         y = self.selection.implementation.run(self._weights(), x, weights, topk_ids, options)
         return y.view(hidden_states.shape)
 
+    def partial_sums(
+        self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, *, expert_map: Tensor
+    ) -> Tensor:
+        """`forward` before its last rounding, for sums that go on on other ranks.
+
+        Args:
+            hidden_states: [M, H], as in `forward`.
+            topk_weights: float32 [M, k].
+            topk_ids: [M, k] int32 or int64, global expert ids.
+            expert_map: int32 [global E].
+
+        Returns:
+            float32 [M, H]; a token without an expert here is zero.
+        """
+        options = self._options(expert_map, -1, False)
+        run = self.selection.implementation.run_float32
+        return run(self._weights(), hidden_states, topk_weights, topk_ids, options)
+
     # --- moving, saving, copying -------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:

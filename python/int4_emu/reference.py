@@ -362,8 +362,10 @@ def fused_moe_packed(
     beta: float | None = None,
     w13_order: int = 0,
     apply_router_weight_on_input: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The whole layer, one expert after another; scales None = dense weights."""
+    """The whole layer, one expert after another; scales None = dense weights. The result comes in `dtype`, None = that of x."""
+    out_dtype = hidden_states.dtype if dtype is None else dtype
     tokens, hidden = hidden_states.shape
     x, dtype = hidden_states, hidden_states.dtype
     local = _local_experts(topk_ids, expert_map, w13.shape[0])
@@ -399,7 +401,7 @@ def fused_moe_packed(
     out = torch.zeros(tokens, hidden, dtype=torch.float32, device=x.device)
     for j in range(topk_ids.shape[1]):
         out += y[:, j]
-    return out.to(dtype)
+    return out.to(out_dtype)
 
 
 def fused_moe(

@@ -71,6 +71,17 @@ class Backend(ABC):
         `options` are the keyword arguments that `ops.fused_moe` and `ops.fused_moe_packed` share.
         """
 
+    def run_float32(
+        self,
+        weights: MoEWeights,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """`run` without its last rounding: float32 [M, H]. A backend that cannot leave it out rounds all the same."""
+        return self.run(weights, hidden_states, topk_weights, topk_ids, options).float()
+
 
 def op_arguments(
     weights: MoEWeights,

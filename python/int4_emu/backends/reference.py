@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _checks_moe, reference
@@ -34,8 +35,29 @@ class ReferenceBackend(Backend):
         topk_ids: Tensor,
         options: dict[str, Any],
     ) -> Tensor:
-        arguments = op_arguments(weights, hidden_states, topk_weights, topk_ids, options)
-        _checks_moe.check_fused_moe(**arguments)
-        _checks_moe.check_known_ids(topk_ids, weights.w13.shape[0], options.get("expert_map"))
-        run = reference.fused_moe if weights.w13_scales is None else reference.fused_moe_packed
-        return run(**arguments)
+        return _run(weights, hidden_states, topk_weights, topk_ids, options, hidden_states.dtype)
+
+    def run_float32(
+        self,
+        weights: MoEWeights,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        return _run(weights, hidden_states, topk_weights, topk_ids, options, torch.float32)
+
+
+def _run(
+    weights: MoEWeights,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> Tensor:
+    arguments = op_arguments(weights, hidden_states, topk_weights, topk_ids, options)
+    _checks_moe.check_fused_moe(**arguments)
+    _checks_moe.check_known_ids(topk_ids, weights.w13.shape[0], options.get("expert_map"))
+    run = reference.fused_moe if weights.w13_scales is None else reference.fused_moe_packed
+    return run(**arguments, dtype=dtype)
