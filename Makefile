@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.map') setup.py build_tools.py pyproject.toml python/int4_emu/schemas.inc
 
-.PHONY: run test bench lint dev clean
+.PHONY: run test bench lint dev clean amd-check
 
 run: $(STAMP)  ## let the embedded model speak
 	$(PY) -m int4_emu run
@@ -25,6 +25,9 @@ $(STAMP): $(SOURCES)
 	$(PY) -m pip install -q "setuptools>=77" wheel ninja pybind11
 	INT4_EMU_NATIVE_TESTS=1 $(PY) -m pip install -q --no-build-isolation -e ".[test]"
 	touch $@
+
+amd-check:  ## the AMD build without an AMD GPU: needs Debian 12 and root, no .venv for most of it (docs/amd.md)
+	$(PYTHON) tests/amd/check.py
 
 dev:  ## incremental rebuild after a change in csrc
 	INT4_EMU_NATIVE_TESTS=1 flock $(VENV)/build.lock $(PY) setup.py -q build_ext --inplace

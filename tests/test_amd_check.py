@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from amd import check, common, gates, parse
 
 REMARKS = """\
@@ -131,11 +132,24 @@ def test_weights_of_a_matrix_instruction(instruction: str, wave: int, weights: f
     assert parse.weights_per_lane(code * 2, wave, 2) == weights
 
 
-def kernel(name: str = "stream_kernel<Mfma, Bf16, (WeightKind)1, (Form)0, 1, 1>", **changes: object) -> gates.Kernel:
+def kernel(
+    name: str = "stream_kernel<MfmaGfx9<Bf16>, Bf16, (WeightKind)1, (Form)0, 1, 1>", **changes: object
+) -> gates.Kernel:
     """One with nothing wrong."""
     valu = changes.pop("valu", 0.9)
-    values = {"vgprs": 64, "agprs": 0, "sgprs": 40, "scratch": 0, "occupancy": 8, "sgpr_spills": 0, "vgpr_spills": 0, "lds": 1024}
-    return gates.Kernel("gfx942", "gemm_mfma_gfx9_bf16.cu", name, "_Z", parse.Resources(**values | changes), valu)  # type: ignore[arg-type]
+    values = {
+        "vgprs": 64,
+        "agprs": 0,
+        "sgprs": 40,
+        "scratch": 0,
+        "occupancy": 8,
+        "sgpr_spills": 0,
+        "vgpr_spills": 0,
+        "lds": 1024,
+    }
+    return gates.Kernel(
+        "gfx942", "gemm_mfma_gfx9_bf16.cu", name, "_Z", parse.Resources(**values | changes), valu
+    )  # type: ignore[arg-type]
 
 
 CODE = [parse.Instruction(0, n, "") for n in ("global_load_dwordx4", "v_mfma_f32_16x16x16_bf16")]
@@ -161,7 +175,9 @@ def test_a_good_kernel_passes_the_gates() -> None:
         (kernel(kernel().name.replace("(Form)0", "(Form)1"), valu=1.21), CODE, 256, "1.21 vector-ALU"),
     ],
 )
-def test_each_gate_can_fail(made: gates.Kernel, code: list[parse.Instruction], threads: int, said: str) -> None:
+def test_each_gate_can_fail(
+    made: gates.Kernel, code: list[parse.Instruction], threads: int, said: str
+) -> None:
     bad = gates.complaints(made, code, threads)
     assert len(bad) == 1 and said in bad[0]
 
@@ -205,7 +221,9 @@ def test_result_line_and_exit_status() -> None:
     assert check.result_line(ran) == "amd-check: a=ran b=ran c=ran d=ran"
     assert check.exit_status(ran, False) == 0
     skipped = ran | {"b": "skipped(the mirror cannot be reached)"}
-    assert check.result_line(skipped) == "amd-check: a=ran b=skipped(the mirror cannot be reached) c=ran d=ran"
+    assert (
+        check.result_line(skipped) == "amd-check: a=ran b=skipped(the mirror cannot be reached) c=ran d=ran"
+    )
     assert check.exit_status(skipped, False) == 3
     assert check.exit_status(skipped, True) == 0
     assert check.exit_status(skipped | {"a": "FAILED"}, True) == 1
@@ -232,8 +250,10 @@ def test_a_part_s_end_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_an_object_is_made_anew_after_any_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "compiler"
-    fake.write_text('#!/bin/sh\nd=; o=\nwhile [ $# -gt 1 ]; do case $1 in -dependency-file) d=$3;; -o) o=$2;; esac; shift; done\n'
-                    'echo "$(basename $o): k.cu k.h" > $d; echo object > $o; echo said\n')
+    fake.write_text(
+        "#!/bin/sh\nd=; o=\nwhile [ $# -gt 1 ]; do case $1 in -dependency-file) d=$3;; -o) o=$2;; esac; shift; done\n"
+        'echo "$(basename $o): k.cu k.h" > $d; echo object > $o; echo said\n'
+    )
     fake.chmod(0o755)
     monkeypatch.setattr(common, "ROOT", tmp_path)
     monkeypatch.setattr(common, "WORK", tmp_path / "build")

@@ -11,6 +11,7 @@ Ends with one line. Exit status: 0 all parts ran and held; 1 a check failed; 3 a
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
@@ -41,18 +42,14 @@ def rocm_build(install: bool) -> None:
     """Part c, where this checkout has it."""
     if importlib.util.find_spec("amd.rocm_build") is None:
         raise Skip("tests/amd/rocm_build.py is not there")
-    from amd import rocm_build
-
-    rocm_build.run(tree.obtain(install), WORK)
+    importlib.import_module("amd.rocm_build").run(tree.obtain(install), WORK)
 
 
 def launches(install: bool) -> None:
     """Part d."""
     if importlib.util.find_spec("amd.launches") is None:
         raise Skip("tests/amd/launches.py is not there")
-    from amd import launches
-
-    launches.check()
+    importlib.import_module("amd.launches").check()
 
 
 RUN: dict[str, Callable[[bool], object]] = {
@@ -80,14 +77,20 @@ def run_part(part: str, install: bool) -> str:
 
 def main() -> int:
     """Runs the parts asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=PARTS, help="of a, b, c, d; the others are skipped")
     parser.add_argument("--install", action="store_true", help="install missing Debian packages (as root)")
     options = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     packages = [*debian.PACKAGES, "mmdebstrap"]
-    print(f"needs, on Debian 12 as root: apt-get install -y --no-install-recommends {' '.join(packages)}   (or --install)")
-    results = {p: run_part(p, options.install) if p in options.parts else "skipped(not asked for)" for p in PARTS}
+    print(
+        f"needs, on Debian 12 as root: apt-get install -y --no-install-recommends {' '.join(packages)}   (or --install)"
+    )
+    results = {
+        p: run_part(p, options.install) if p in options.parts else "skipped(not asked for)" for p in PARTS
+    }
     print(result_line(results))
     return exit_status(results, os.environ.get("INT4_EMU_AMD_ALLOW_SKIP") == "1")
 

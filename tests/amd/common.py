@@ -84,8 +84,13 @@ def definitions(archs: str) -> list[str]:
 
 def run(command: Sequence[str | Path], **options: object) -> subprocess.CompletedProcess[str]:
     """Runs a command and captures what it says, both streams in stdout unless told otherwise."""
-    settings: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    return subprocess.run([str(c) for c in command], check=False, **(settings | options))  # type: ignore[call-overload,no-any-return]
+    settings: dict[str, object] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "cwd": ROOT,
+    }
+    return subprocess.run([str(c) for c in command], check=False, **(settings | options))  # type: ignore[call-overload]
 
 
 def must(command: Sequence[str | Path], what: str) -> str:

@@ -6,9 +6,27 @@ import shutil
 import time
 from pathlib import Path
 
-from amd.common import ROOT, TARGETS, WORK, Compiler, Failure, Skip, definitions, each, jobs, must, run, sources_for
+from amd.common import (
+    ROOT,
+    TARGETS,
+    WORK,
+    Compiler,
+    Failure,
+    Skip,
+    definitions,
+    each,
+    jobs,
+    must,
+    run,
+    sources_for,
+)
 
-PACKAGES = {"clang-19": "1:19.1.7", "lld-19": "1:19.1.7", "libamdhip64-dev": "5.2.3", "rocm-device-libs": "5.2.3"}
+PACKAGES = {
+    "clang-19": "1:19.1.7",
+    "lld-19": "1:19.1.7",
+    "libamdhip64-dev": "5.2.3",
+    "rocm-device-libs": "5.2.3",
+}
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 # gfx950 is newer than this compiler.
 ARCHS = ["gfx90a", "gfx942", "gfx1100", "gfx1201"]
@@ -18,7 +36,10 @@ OBJECTS = WORK / "debian"
 
 
 def flags_for(arch: str) -> list[str]:
-    """Flags for a linked code object: this compiler would look for ROCm's own folder layout, so the bitcode is named one by one."""
+    """Flags for a linked code object: this compiler would look for ROCm's own folder layout, so the bitcode is named one by one.
+
+    Not optimised: quick, and every symbol that a kernel names has to be found.
+    """
     target = TARGETS[arch]
     options = [
         "daz_opt_off",
@@ -29,12 +50,26 @@ def flags_for(arch: str) -> list[str]:
         f"isa_version_{target.bitcode}",
         "abi_version_500",
     ]
-    linked = [f"{name}.bc" for name in ("ocml", "ockl", "opencl", "hip")] + [f"oclc_{name}.bc" for name in options]
-    bitcode = [word for name in linked for word in ("-Xclang", "-mlink-builtin-bitcode", "-Xclang", f"{BITCODE / name}")]
+    linked = [f"{name}.bc" for name in ("ocml", "ockl", "opencl", "hip")] + [
+        f"oclc_{name}.bc" for name in options
+    ]
+    bitcode = [
+        word
+        for name in linked
+        for word in ("-Xclang", "-mlink-builtin-bitcode", "-Xclang", f"{BITCODE / name}")
+    ]
     return [
         *("-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpulib"),
         *bitcode,
-        *("-mcode-object-version=5", "-std=c++17", "-O1", "-D__HIP_PLATFORM_AMD__", "-Wall", "-Wextra", "-Werror"),
+        *(
+            "-mcode-object-version=5",
+            "-std=c++17",
+            "-O0",
+            "-D__HIP_PLATFORM_AMD__",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+        ),
         *definitions(arch),
     ]
 
@@ -76,7 +111,15 @@ def compile_all(install: bool) -> None:
     began = time.monotonic()
 
     def accepts(arch: str) -> bool:
-        probe = ["clang++-19", "-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", "-nogpuinc", "-nogpulib"]
+        probe = [
+            "clang++-19",
+            "-x",
+            "hip",
+            f"--offload-arch={arch}",
+            "--cuda-device-only",
+            "-nogpuinc",
+            "-nogpulib",
+        ]
         return run([*probe, "-fsyntax-only", "-"], input="").returncode == 0
 
     extra = [a for a in EXTRA_ARCHS if accepts(a)]

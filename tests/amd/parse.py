@@ -107,7 +107,9 @@ class Instruction:
 
 def disassembly(text: str) -> dict[str, list[Instruction]]:
     """Function -> its instructions, from `llvm-objdump -d` of a code object: `name operands // address: words <symbol+offset>`."""
-    starts = {name: int(at, 16) for at, name in re.findall(r"^([0-9a-f]+) <(\S+)>:$", text, flags=re.MULTILINE)}
+    starts = {
+        name: int(at, 16) for at, name in re.findall(r"^([0-9a-f]+) <(\S+)>:$", text, flags=re.MULTILINE)
+    }
     functions: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for line in text.splitlines():
@@ -133,7 +135,9 @@ def blocks_of(code: list[Instruction]) -> tuple[list[range], list[list[int]]]:
     index = {i.address: at for at, i in enumerate(code)}
     ends = ("s_endpgm", "s_setpc_b64", "s_branch")
     leaders = {0} | {index[i.target] for i in code if i.target in index}
-    leaders |= {at + 1 for at, i in enumerate(code) if (i.target is not None or i.name in ends) and at + 1 < len(code)}
+    leaders |= {
+        at + 1 for at, i in enumerate(code) if (i.target is not None or i.name in ends) and at + 1 < len(code)
+    }
     firsts = sorted(leaders)
     blocks = [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(code)], strict=True)]
     number = {block.start: n for n, block in enumerate(blocks)}
@@ -212,6 +216,8 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
     with_matrix = [(loop, n) for loop, n in with_matrix if n]
     addresses = [{i.address for i in loop} for loop, _ in with_matrix]
     innermost = [
-        (n, loop) for (loop, n), own in zip(with_matrix, addresses, strict=True) if not any(a < own for a in addresses)
+        (n, loop)
+        for (loop, n), own in zip(with_matrix, addresses, strict=True)
+        if not any(a < own for a in addresses)
     ]
     return max(innermost, key=lambda pair: pair[0], default=(0, []))[1]

@@ -13,7 +13,12 @@ from amd.common import ROOT, WORK, Failure, Skip, must, run
 SUITE = "forky"
 INCLUDE = ["hipcc", "libstdc++-14-dev", "libc6-dev"]
 # The suite moves: other versions may compile, but the figures in docs/amd.md are of these.
-VERSIONS = {"hipcc": "7.0.2", "clang-21": "1:21.1.8", "rocm-device-libs-21": "7.0.2", "libamdhip64-dev": "6.4.3"}
+VERSIONS = {
+    "hipcc": "7.0.2",
+    "clang-21": "1:21.1.8",
+    "rocm-device-libs-21": "7.0.2",
+    "libamdhip64-dev": "6.4.3",
+}
 KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
@@ -58,7 +63,9 @@ def obtain(install: bool) -> Path:
     for name, wanted in VERSIONS.items():
         print(f"b: {name} {found.get(name)}")
         if not found.get(name, "").startswith(wanted):
-            raise Failure(f"{name} in {tree} must be {wanted}*, found {found.get(name)} (remove the tree to have it made anew)")
+            raise Failure(
+                f"{name} in {tree} must be {wanted}*, found {found.get(name)} (remove the tree to have it made anew)"
+            )
     return tree
 
 
@@ -71,7 +78,10 @@ def make(tree: Path, install: bool) -> None:
     if shutil.which("mmdebstrap") is None:
         if not install:
             raise Skip("not installed; as root: apt-get install -y --no-install-recommends mmdebstrap")
-        must(["apt-get", "install", "-y", "-q", "--no-install-recommends", "mmdebstrap"], "apt-get install mmdebstrap")
+        must(
+            ["apt-get", "install", "-y", "-q", "--no-install-recommends", "mmdebstrap"],
+            "apt-get install mmdebstrap",
+        )
     source, began = mirror(), time.monotonic()
     partial = tree.with_name(tree.name + ".partial")
     if partial.exists():
@@ -80,13 +90,15 @@ def make(tree: Path, install: bool) -> None:
     done = run(
         [
             *("mmdebstrap", "--mode=root", "--variant=apt", f"--include={','.join(INCLUDE)}"),
-            *("--aptopt=Acquire::Check-Valid-Until \"false\"", "--aptopt=APT::Install-Recommends \"false\""),
+            *('--aptopt=Acquire::Check-Valid-Until "false"', '--aptopt=APT::Install-Recommends "false"'),
             *([f"--keyring={KEYS}"] if Path(KEYS).exists() else []),
             *(SUITE, partial, source),
         ]
     )
     if done.returncode != 0:
-        said = [line for line in done.stdout.splitlines() if line.startswith(("E:", "Err:"))] or done.stdout.splitlines()
+        said = [
+            line for line in done.stdout.splitlines() if line.startswith(("E:", "Err:"))
+        ] or done.stdout.splitlines()
         raise Skip(f"{SUITE} cannot be had from this machine's mirror: {' '.join(said[-2:])[-300:]}")
     partial.rename(tree)
     print(f"b: made {tree.relative_to(ROOT)} in {time.monotonic() - began:.0f} s")
