@@ -63,11 +63,16 @@ def atoms(gpu: Path = GPU) -> dict[str, list[str]]:
     return {words[0]: words[2:] for words in lines if words}
 
 
+def family_of(path: Path) -> str | None:
+    """The instruction family that a file belongs to by its name."""
+    return next((a for a in atoms(path.parent) if f"_{a}_" in path.name or f"_{a}." in path.name), None)
+
+
 def gpu_sources(arch: str, gpu: Path = GPU) -> list[Path]:
     """The kernel files that a build for `arch` compiles."""
 
     def wanted(path: Path) -> bool:
-        family = next((a for a in atoms(gpu) if f"_{a}_" in path.name or f"_{a}." in path.name), None)
+        family = family_of(path)
         return family is None or arch in atoms(gpu)[family] or "*" in atoms(gpu)[family]
 
     return [path for path in sorted(gpu.glob("*.cu")) if wanted(path)]
@@ -94,7 +99,7 @@ class Builder:
 
     def units(self, arch: str, gpu: Path = GPU) -> list[Unit]:
         """Everything the program of `arch` is made of."""
-        families = [name for name, archs in atoms(gpu).items() if arch in archs]
+        families = sorted({family for path in gpu_sources(arch, gpu) if (family := family_of(path))})
         device = [
             *SIMT,
             *(f"-D{m}" for m in MACROS[arch]),
