@@ -34,7 +34,7 @@ MACROS = {
 }
 ARCHITECTURES = list(MACROS)
 
-COMMON = ["-std=c++17", f"-I{HERE / 'include'}"]
+COMMON = ["-std=c++17", "-Wno-psabi", f"-I{HERE / 'include'}"]
 SIMT = ["-DINT4_EMU_SIMT", "-D__HIPCC__"]
 # Locals that nobody wrote hold a pattern; an access that is not aligned to its type traps.
 PATTERN = ["-ftrivial-auto-var-init=pattern"]
@@ -121,7 +121,14 @@ class Builder:
         return [
             *(Unit(path, (*COMMON, *device)) for path in gpu_sources(arch, gpu)),
             *(Unit(path, (*COMMON, *host)) for path in host_list),
-            *engine,
+            *self.engine,
+        ]
+
+    @property
+    def engine(self) -> list[Unit]:
+        return [
+            Unit(HERE / f"{name}.cpp", (*COMMON, *SIMT, "-O2"))
+            for name in ("engine", "matrix", "runtime", "symbols")
         ]
 
     def program(self, arch: str, gpu: Path = GPU) -> Path:
@@ -130,12 +137,19 @@ class Builder:
         Raises:
             BuildError: the compiler refused a file.
         """
+        return self._link(arch, self.units(arch, gpu))
+
+    def engine_check(self) -> Path:
+        """Path of the program that checks the engine itself."""
+        flags = (*COMMON, *SIMT, "-O1", *PATTERN, *ALIGNMENT[self.kind])
+        return self._link("engine-check", [Unit(HERE / "engine_check.cpp", flags), *self.engine])
+
+    def _link(self, prefix: str, units: list[Unit]) -> Path:
         with self._lock():
             self._remove_unused()
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                objects = list(pool.map(self._object, self.units(arch, gpu)))
-            name = self._digest([str(path) for path in objects])
-            program = self.folder / f"{arch}-{name}"
+                objects = list(pool.map(self._object, units))
+            program = self.folder / f"{prefix}-{self._digest(str(path) for path in objects)}"
             if not program.exists():
                 self._run([*map(str, objects), "-o", f"{program}.tmp"])
                 Path(f"{program}.tmp").replace(program)
@@ -168,7 +182,7 @@ class Builder:
         return done.stdout
 
     def _remove_unused(self) -> None:
-        for path in [*self.folder.glob("objects/*.o"), *self.folder.glob("gfx*-*")]:
+        for path in [*self.folder.glob("objects/*.o"), *self.folder.glob("*-*")]:
             if time.time() - path.stat().st_mtime > UNUSED_SECONDS:
                 path.unlink(missing_ok=True)
 

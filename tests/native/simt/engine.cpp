@@ -132,7 +132,7 @@ void complete_meeting(Fiber* lanes, int count) {
     const Fiber& f = lanes[i];
     if (f.state != State::meeting) continue;
     if (first == nullptr) first = &f;
-    if (f.function != first->function || !same(f.site, first->site)) {
+    if (std::strcmp(f.what, first->what) != 0 || !same(f.site, first->site)) {
       fail("lanes %d and %d of wave %d are at two operations at once: %s (%s:%d) and %s (%s:%d)", static_cast<int>(first - lanes), i,
            wave_of(lanes), first->what, file_name(first->site.file), first->site.line, f.what, file_name(f.site.file), f.site.line);
     }

@@ -26,8 +26,8 @@ struct Site {
   const char* file;
   int line;
 };
-#define SIMT_SITE \
-  simt::Site { __builtin_FILE(), __builtin_LINE() }
+// As a default argument: where the function is called.
+constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 
 // An operation of a whole wave. `lanes[i]` is what lane i brought, null where that lane is elsewhere.
 using WaveFunction = void (*)(void* const* lanes, int wave);

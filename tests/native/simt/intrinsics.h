@@ -70,48 +70,48 @@ struct SimtWaveSize {
 };
 constexpr SimtWaveSize warpSize{};
 
-inline void __syncthreads(simt::Site site = SIMT_SITE) { simt::block_barrier(site); }
-inline void __builtin_amdgcn_s_barrier(simt::Site site = SIMT_SITE) { simt::block_barrier(site); }
-inline void __syncwarp(simt::Site site = SIMT_SITE) {
+inline void __syncthreads(simt::Site site = simt::here()) { simt::block_barrier(site); }
+inline void __builtin_amdgcn_s_barrier(simt::Site site = simt::here()) { simt::block_barrier(site); }
+inline void __syncwarp(simt::Site site = simt::here()) {
   int there = 0;
   simt::meet("__syncwarp", simt::nothing, &there, false, site);
 }
-inline void __builtin_amdgcn_wave_barrier(simt::Site site = SIMT_SITE) { __syncwarp(site); }
+inline void __builtin_amdgcn_wave_barrier(simt::Site site = simt::here()) { __syncwarp(site); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 // `width` a power of two: lanes talk inside aligned groups of that many.
 template <class T>
-inline T __shfl(T value, int source, int width = warpSize, simt::Site site = SIMT_SITE) {
+inline T __shfl(T value, int source, int width = warpSize, simt::Site site = simt::here()) {
   return simt::read_lane("__shfl", value, (simt::lane_index() & ~(width - 1)) | (source & (width - 1)), site);
 }
 template <class T>
-inline T __shfl_xor(T value, int mask, int width = warpSize, simt::Site site = SIMT_SITE) {
+inline T __shfl_xor(T value, int mask, int width = warpSize, simt::Site site = simt::here()) {
   const int lane = simt::lane_index(), source = lane ^ mask;
   return simt::read_lane("__shfl_xor", value, (lane & ~(width - 1)) == (source & ~(width - 1)) ? source : lane, site);
 }
 template <class T>
-inline T __shfl_down(T value, unsigned delta, int width = warpSize, simt::Site site = SIMT_SITE) {
+inline T __shfl_down(T value, unsigned delta, int width = warpSize, simt::Site site = simt::here()) {
   const int lane = simt::lane_index(), within = lane & (width - 1);
   return simt::read_lane("__shfl_down", value, within + static_cast<int>(delta) < width ? lane + static_cast<int>(delta) : lane, site);
 }
 template <class T>
-inline T __shfl_up(T value, unsigned delta, int width = warpSize, simt::Site site = SIMT_SITE) {
+inline T __shfl_up(T value, unsigned delta, int width = warpSize, simt::Site site = simt::here()) {
   const int lane = simt::lane_index(), within = lane & (width - 1);
   return simt::read_lane("__shfl_up", value, within >= static_cast<int>(delta) ? lane - static_cast<int>(delta) : lane, site);
 }
-inline uint64_t __ballot(int predicate, simt::Site site = SIMT_SITE) {
+inline uint64_t __ballot(int predicate, simt::Site site = simt::here()) {
   simt::Exchange e{predicate != 0, 0};
   simt::meet("__ballot", simt::vote, &e, false, site);
   return e.value;
 }
-inline int __any(int predicate, simt::Site site = SIMT_SITE) { return __ballot(predicate, site) != 0; }
-inline int __all(int predicate, simt::Site site = SIMT_SITE) { return __ballot(!predicate, site) == 0; }
+inline int __any(int predicate, simt::Site site = simt::here()) { return __ballot(predicate, site) != 0; }
+inline int __all(int predicate, simt::Site site = simt::here()) { return __ballot(!predicate, site) == 0; }
 // Does not wrap: a byte address past the wave reads zero on the hardware; here it shows.
-inline int __builtin_amdgcn_ds_bpermute(int address, int value, simt::Site site = SIMT_SITE) {
+inline int __builtin_amdgcn_ds_bpermute(int address, int value, simt::Site site = simt::here()) {
   return simt::read_lane("ds_bpermute", value, address / 4, site);
 }
-inline int __builtin_amdgcn_readfirstlane(int value, simt::Site site = SIMT_SITE) {
+inline int __builtin_amdgcn_readfirstlane(int value, simt::Site site = simt::here()) {
   simt::Exchange e{static_cast<uint32_t>(value), 0};
   simt::meet("readfirstlane", simt::broadcast_first, &e, false, site);
   return static_cast<int>(e.value);

@@ -73,13 +73,13 @@ inline void plain_only(int cbsz, int abid, int blgp) {
 
 #define SIMT_MFMA(name, layout, number)                                                                                   \
   template <class Input, class Output>                                                                                  \
-  inline Output __builtin_amdgcn_##name(Input a, Input b, Output c, int x, int y, int z, simt::Site site = SIMT_SITE) { \
+  inline Output __builtin_amdgcn_##name(Input a, Input b, Output c, int x, int y, int z, simt::Site site = simt::here()) { \
     simt::plain_only(x, y, z);                                                                                          \
     return simt::matrix<simt::layout, simt::Number::number>(#name, a, b, c, site);                                          \
   }
 #define SIMT_WMMA(name, layout, number)                                                              \
   template <class Input, class Output>                                                             \
-  inline Output __builtin_amdgcn_##name(Input a, Input b, Output c, simt::Site site = SIMT_SITE) { \
+  inline Output __builtin_amdgcn_##name(Input a, Input b, Output c, simt::Site site = simt::here()) { \
     return simt::matrix<simt::layout, simt::Number::number>(#name, a, b, c, site);                     \
   }
 

@@ -48,7 +48,7 @@ void check_guards(const char* data, const Block& block) {
 
 void on_fault(int signal, siginfo_t* info, void*) {
   const char* at = static_cast<const char*>(info->si_addr);
-  if (signal == SIGILL || signal == SIGTRAP) fail("an access that is not aligned to its type, or a shift out of range");
+  if (signal == SIGILL || signal == SIGTRAP) fail("an access that is not aligned to its type");
   for (const auto& [data, block] : blocks) {
     if (at >= block.map && at < block.map + block.map_bytes) {
       fail("touched byte %lld of a buffer of %zu bytes", static_cast<long long>(at - data), block.bytes);
