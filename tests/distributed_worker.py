@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from int4_emu import Checkpoint, Experts, make_expert_map
 from int4_emu.integrations.distributed import ExpertParallel, local_expert_ids
 from layers import Layer, make_layer
 
 CAPACITY = 30
+DEVICE = os.environ.get("DEVICE", "cpu")
 MODES: dict[str, dict[str, Any]] = {
     "all_to_all": {"mode": "all_to_all"},
     "padded": {"mode": "padded", "capacity": CAPACITY},
@@ -110,6 +112,10 @@ def local_experts(layer: Layer, packed: bool, expert_map: torch.Tensor) -> Exper
     )  # fmt: skip
 
 
+def on_device(*tensors: Tensor) -> list[Tensor]:
+    return [t.to(DEVICE) for t in tensors]
+
+
 def run_cases(rank: int, world: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (_, _, split, packed, placement) in CASES.items():
@@ -117,13 +123,33 @@ def run_cases(rank: int, world: int) -> dict[str, Any]:
         counts = split(layer.x.shape[0], world)
         rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         expert_map = make_expert_map(layer.w13.codes.shape[0], world, rank, placement)
-        experts = local_experts(layer, packed, expert_map)
+        experts = local_experts(layer, packed, expert_map).to(DEVICE)
         for mode, options in MODES.items():
             parallel = ExpertParallel(experts, expert_map=expert_map, **options)
             extra = {"apply_router_weight_on_input": True} if name == "weight_on_input" else {}
-            results[f"{name}/{mode}"] = parallel(
-                layer.x[rows], layer.topk_weights[rows], layer.topk_ids[rows], **extra
-            )
+            given = on_device(layer.x[rows], layer.topk_weights[rows], layer.topk_ids[rows])
+            results[f"{name}/{mode}"] = parallel(*given, **extra).cpu()
+    return results
+
+
+def run_graph(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """The padded mode captured once, and what it replays for three batches, beside eager calls."""
+    results = []
+    for packed in (True, False):
+        layer = case_layer("packed")
+        experts = local_experts(layer, packed, make_expert_map(10, world, rank)).to(DEVICE)
+        parallel = ExpertParallel(experts, mode="padded", capacity=24)
+        x, weights, ids = on_device(layer.x, layer.topk_weights, layer.topk_ids)
+        parallel(x, weights, ids)  # makes the communicator
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = parallel(x, weights, ids)
+        for change in (0, 3, -4):  # other experts; then many slots unrouted
+            ids.add_(change)
+            x.mul_(0.5)
+            graph.replay()
+            results.append((y.cpu(), parallel(x, weights, ids).cpu()))
     return results
 
 
@@ -190,16 +216,13 @@ def run_death(rank: int, world: int) -> str:
 
 
 def main() -> None:
-    job, rank, world, folder, timeout = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        Path(sys.argv[4]),
-        sys.argv[5],
-    )
+    job, (rank, world) = sys.argv[1], map(int, sys.argv[2:4])
+    folder, timeout = Path(sys.argv[4]), sys.argv[5]
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if DEVICE == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
@@ -207,6 +230,7 @@ def main() -> None:
     )
     jobs: dict[str, Callable[[int, int], Any]] = {
         "cases": run_cases,
+        "graph": run_graph,
         "checkpoint": run_checkpoint,
         "refusals": run_refusals,
         "death": run_death,

@@ -314,15 +314,20 @@ class Experts(nn.Module, FromFormats):
         return y.view(hidden_states.shape)
 
     def partial_sums(
-        self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, *, expert_map: Tensor
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *,
+        expert_map: Tensor | None = None,
     ) -> Tensor:
         """`forward` before its last rounding, for sums that go on on other ranks.
 
         Args:
             hidden_states: [M, H], as in `forward`.
             topk_weights: float32 [M, k].
-            topk_ids: [M, k] int32 or int64, global expert ids.
-            expert_map: int32 [global E].
+            topk_ids: [M, k] int32 or int64, global expert ids; local slots without a map.
+            expert_map: int32 [global E] or None; the module's own is not used.
 
         Returns:
             float32 [M, H]; a token without an expert here is zero.

@@ -192,10 +192,10 @@ class ExpertParallel(nn.Module):
             _positions(here),
             sum(slots_in),
         )
-        y = self._slot_outputs(x_in[slot // k], ids_in.flatten()[slot])
-        back = x.new_zeros(
-            (sum(slots_out) + 1, x.shape[1]), dtype=torch.float32
-        )  # the last row serves unrouted slots
+        # Slots of its own, not global ids with a map: kernels are chosen by the rows that each expert may expect.
+        y = self._slot_outputs(x_in[slot // k], self.expert_map[ids_in.flatten()[slot].long()], None)
+        # The last row serves unrouted slots.
+        back = x.new_zeros((sum(slots_out) + 1, x.shape[1]), dtype=torch.float32)
         back[:-1] = self._swap("combine", y, slots_out, slots_in)
         at = _positions(to_rank).gather(0, owner.clamp(max=self.ranks - 1).unsqueeze(0)).squeeze(0)
         return _weighted_sum(
@@ -208,7 +208,8 @@ class ExpertParallel(nn.Module):
         sent = _pack(_padded_to(x, room, 0), _padded_to(ids.int(), room, -1))
         everyone = self._gather("dispatch", sent)
         x_in, (ids_in,) = _unpack(everyone, x.dtype, x.shape[1], [(torch.int32, k)])
-        y = self._slot_outputs(x_in.repeat_interleave(k, 0, output_size=x_in.shape[0] * k), ids_in.flatten())
+        rows = x_in.repeat_interleave(k, 0, output_size=x_in.shape[0] * k)
+        y = self._slot_outputs(rows, ids_in.flatten(), self.expert_map)
         back = x.new_zeros((self.ranks * room * k + 1, x.shape[1]), dtype=torch.float32)
         even = [room * k] * self.ranks
         back[:-1] = self._swap("combine", y, even, even)
@@ -231,10 +232,10 @@ class ExpertParallel(nn.Module):
             self._collective("combine", dist.reduce_scatter_tensor, out, partial, group=self.group)
         return out[: x.shape[0]].to(x.dtype)
 
-    def _slot_outputs(self, x: Tensor, ids: Tensor) -> Tensor:
-        """[S, H] and global ids [S] to the experts' float32 outputs [S, H], not weighted."""
+    def _slot_outputs(self, x: Tensor, ids: Tensor, expert_map: Tensor | None) -> Tensor:
+        """[S, H] and ids [S] to the experts' float32 outputs [S, H], not weighted."""
         ones = torch.ones((ids.numel(), 1), dtype=torch.float32, device=x.device)
-        return self.experts.partial_sums(x, ones, ids.unsqueeze(1), expert_map=self.expert_map)
+        return self.experts.partial_sums(x, ones, ids.unsqueeze(1), expert_map=expert_map)
 
     def _gathering_is_cheaper(self, sizes: _Sizes, x: Tensor, k: int) -> bool:
         """Bytes that the busiest rank sends: for rows and slot outputs in one way, for everyone's tokens and partial sums in the other."""
