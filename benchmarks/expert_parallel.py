@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,7 @@ def measure(world: int, rank: int) -> list[dict[str, Any]]:
                 ways["Experts alone"] = experts
                 ways["Experts alone, graph"] = experts
             for way, layer in ways.items():
-
-                def call(layer: Any = layer) -> Any:
-                    return layer(x, weights, ids)
-
+                call = partial(layer, x, weights, ids)
                 call()
                 if isinstance(layer, Counting):
                     layer.sent = 0
