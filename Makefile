@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.map') setup.py build_tools.py pyproject.toml python/int4_emu/schemas.inc
 
-.PHONY: run test bench lint dev clean amd-check
+.PHONY: run test bench lint dev clean amd-check image-check
 
 run: $(STAMP)  ## let the embedded model speak
 	$(PY) -m int4_emu run
@@ -31,6 +31,9 @@ amd-check:  ## the AMD build without an AMD GPU: needs Debian 12 and root, no .v
 
 dev:  ## incremental rebuild after a change in csrc
 	INT4_EMU_NATIVE_TESTS=1 flock $(VENV)/build.lock $(PY) setup.py -q build_ext --inplace
+
+image-check: $(STAMP)  ## every step of Dockerfile.rocm with buildah, as root on Debian 12 (IMAGE_CHECK=--install fetches what is missing)
+	$(PY) tests/amd/image.py $(IMAGE_CHECK)
 
 clean:
 	rm -rf build dist python/int4_emu/*.so
