@@ -1,28 +1,62 @@
-"""Builds int4_emu: the op library `int4_emu._C` (no Python ABI, torch's stable API) and, on request, the native test module.
+"""Builds int4_emu: the op library `int4_emu._C` (no Python ABI, torch's stable API), the GPU kernels `int4_emu._C_gpu` where torch
+and a compiler are there for them, and, on request, the native test module. build_tools.py has the decisions.
 
-Environment: MAX_JOBS, CXX, INT4_EMU_GPU=1 (also build `int4_emu._C_gpu` with nvcc), INT4_EMU_NATIVE_TESTS=1 (the pybind11 module
-that binds the torch-free C++).
+Environment: MAX_JOBS, CXX, INT4_EMU_GPU (0, 1, cuda, rocm), TORCH_CUDA_ARCH_LIST, PYTORCH_ROCM_ARCH, CUDA_HOME, ROCM_HOME,
+INT4_EMU_NATIVE_TESTS=1 (the pybind11 module that binds the torch-free C++).
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from setuptools import Extension, setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))  # a PEP 517 frontend does not
-from build_tools import compile_jobs, visible_memory  # noqa: E402
+import build_tools  # noqa: E402
+from build_tools import Gpu  # noqa: E402
+
+
+def chosen_gpu() -> Gpu:
+    """The GPU kernels of this build, said aloud; none where only metadata are asked for."""
+    if {"sdist", "egg_info", "dist_info"} & set(sys.argv):
+        return Gpu("", "since nothing is compiled")
+    # torch.cuda.get_arch_list() has no answer without a GPU; this has.
+    flags = torch._C._cuda_getArchFlags() if hasattr(torch._C, "_cuda_getArchFlags") else ""
+    torch_build = build_tools.TorchBuild(
+        torch.version.cuda, torch.version.hip, tuple((flags or "").split()) if torch.version.hip else ()
+    )
+    try:
+        gpu = build_tools.choose_gpu(
+            os.environ, torch_build, build_tools.find_compiler, build_tools.run_compiler
+        )
+    except build_tools.BuildError as error:
+        raise SystemExit(f"int4_emu: {error}") from None
+    print(f"int4_emu: {gpu}", file=sys.stderr)
+    return gpu
+
+
+GPU = chosen_gpu()
+GPU_HOME = build_tools.toolkit_home(GPU.vendor, GPU.compiler) if GPU.vendor else Path()
+if GPU.vendor:
+    # What torch's builder would guess from PATH may be a wrapper's folder; it reads these once, when it is imported.
+    os.environ.setdefault("CUDA_HOME" if GPU.vendor == "cuda" else "ROCM_HOME", str(GPU_HOME))
+    os.environ["HIP_PLATFORM"] = "amd"  # else hipcc calls nvcc where there is one
+from torch.utils.cpp_extension import (  # noqa: E402
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+    include_paths,
+    is_ninja_available,
+)
 
 # The oldest torch whose ABI the library needs: 2.10.
 TORCH_TARGET = "0x020a000000000000"
@@ -63,17 +97,12 @@ ISA_FLAGS = {
     ],
 }
 ISA_WARNINGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-# Ampere and Hopper, and PTX for what comes after.
-GPU_ARCHITECTURES = "sm_80, sm_90a, compute_80"
-NVCC_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
-    "-gencode=arch=compute_80,code=[sm_80,compute_80]",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-DINT4_EMU_ATOM_MMA_SM80",
-    f'-DINT4_EMU_GPU_ARCHS="{GPU_ARCHITECTURES}"',
-]
+GPU_FLAGS = {
+    "cuda": ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden"],
+    "hip": ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"],
+}
+JOBS = build_tools.compile_jobs(len(os.sched_getaffinity(0)), build_tools.visible_memory(), os.environ)
+os.environ["MAX_JOBS"] = str(JOBS)  # torch's builder reads it
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -105,49 +134,46 @@ def kernel_groups() -> list[tuple[str, list[str], list[str]]]:
     return [("kernels", base, CXX_FLAGS), *groups]
 
 
-def nvcc_path() -> str | None:
-    """The CUDA compiler, if there is one."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+def gpu_groups() -> list[tuple[str, list[str], list[str]]]:
+    """The GPU sources as (object folder, files, flags): an instruction family only for the architectures that have it."""
+    atoms = build_tools.gpu_atoms()
+    files = sorted(p.relative_to(ROOT) for p in (ROOT / "csrc/gpu").glob("*.cu"))
+    common = GPU_FLAGS[GPU.vendor] + build_tools.gpu_defines(atoms, GPU.architectures)
+    return [
+        (
+            f"gpu{number}",
+            [str(file) for file in group],
+            common
+            + build_tools.architecture_flags(names)
+            + build_tools.parallel_flags(GPU, len(files), JOBS),
+        )
+        for number, (names, group) in enumerate(build_tools.gpu_groups(files, atoms, GPU.architectures))
+    ]
 
 
-def cuda_library_folders(nvcc: str) -> list[str]:
-    """Where the runtime to link statically may be, as this nvcc sees its own installation (it may be a wrapper script)."""
-    with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
-        said = subprocess.run(
-            [nvcc, "--dryrun", empty.name], capture_output=True, text=True, check=True
-        ).stderr
-    top = re.search(r"TOP=(\S+)", said)
-    home = Path(top[1]) if top else Path(nvcc).resolve().parents[1]
-    found = [home / name for name in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")]
-    return [str(f.resolve()) for f in found if (f / "libcudart_static.a").exists()]
+def compile_directly(groups: list[tuple[str, list[str], list[str]]], folder: Path) -> list[str]:
+    """Compiles GPU files beside a torch that has no builder for them; only what changed."""
 
-
-def wants_gpu() -> bool:
-    """Whether INT4_EMU_GPU=1 asks for `_C_gpu`."""
-    asked = os.environ.get("INT4_EMU_GPU", "")
-    if asked not in ("", "0", "1"):
-        raise SystemExit(f"INT4_EMU_GPU must be 0 or 1, got {asked!r}")
-    if asked == "1" and nvcc_path() is None:
-        raise SystemExit("INT4_EMU_GPU=1 needs nvcc on PATH or CUDA_HOME")
-    return asked == "1"
-
-
-def gpu_objects(folder: Path, jobs: int) -> list[str]:
-    """Compiles csrc/gpu with nvcc; only what changed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    nvcc = nvcc_path()
-    assert nvcc is not None
-    newest = max(p.stat().st_mtime for d in ("csrc/gpu", "csrc/core") for p in (ROOT / d).glob("*.*h"))
-
-    def compile_one(source: Path) -> str:
-        target = folder / f"{source.stem}.o"
-        if not target.exists() or target.stat().st_mtime < max(newest, source.stat().st_mtime):
-            subprocess.run([nvcc, "-c", str(source), "-o", str(target), *NVCC_FLAGS], check=True)
+    def compile_one(source: str, target: Path, flags: list[str]) -> str:
+        command = [GPU.compiler, "-c", source, "-o", str(target), *flags]
+        said = target.with_suffix(".command")
+        if (
+            build_tools.is_stale(target, ROOT / source)
+            or not said.exists()
+            or said.read_text() != str(command)
+        ):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            subprocess.run(command, check=True)
+            said.write_text(str(command))
         return str(target)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(compile_one, sorted((ROOT / "csrc/gpu").glob("*.cu"))))
+    with ThreadPoolExecutor(JOBS) as pool:
+        running = [
+            pool.submit(compile_one, source, folder / name / f"{Path(source).stem}.o", flags)
+            for name, files, flags in groups
+            for source in files
+        ]
+        return [future.result() for future in running]
 
 
 class Build(BuildExtension):
@@ -165,13 +191,32 @@ class Build(BuildExtension):
                 depends=ext.depends,
             )
         if ext.name == "int4_emu._C_gpu":
-            objects += gpu_objects(Path(self.build_temp) / "gpu", int(os.environ["MAX_JOBS"]))
+            objects += self.gpu_objects()
         saved = list(ext.extra_objects or [])
         ext.extra_objects = saved + objects
         try:
             super().build_extension(ext)
         finally:
             ext.extra_objects = saved
+
+    def gpu_objects(self) -> list[str]:
+        """The GPU kernels, with torch's own compile rules where this torch has them."""
+        folder = Path(self.build_temp)
+        if GPU.own_step:
+            return compile_directly(gpu_groups(), folder)
+        objects: list[str] = []
+        for name, files, flags in gpu_groups():
+            output = str((folder / name).resolve())
+            for source, target in zip(
+                files, self.compiler.object_filenames(files, output_dir=output), strict=True
+            ):
+                # torch's rule for hipcc follows no headers.
+                if build_tools.is_stale(Path(target), ROOT / source):
+                    Path(target).unlink(missing_ok=True)
+            objects += self.compiler.compile(
+                files, output_dir=output, extra_postargs={"cxx": [], "nvcc": flags}
+            )
+        return objects
 
     def copy_extensions_to_source(self) -> None:
         # setuptools would write over the file that a running process has mapped.
@@ -205,20 +250,42 @@ FRONT = ("front", ["csrc/torch/check.cpp", "csrc/torch/ops_formats.cpp", "csrc/t
 
 
 def op_library(
-    name: str, files: list[str], groups: list[tuple[str, list[str], list[str]]], link: list[str]
+    name: str,
+    files: list[str],
+    groups: list[tuple[str, list[str], list[str]]],
+    link: list[str],
+    kind: Callable[..., Extension] = CppExtension,
 ) -> Extension:
     """One library of op kernels on torch's stable ABI."""
-    ext = CppExtension(
+    ext = kind(
         name,
-        files,
+        [],
         depends=headers,
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET), ("INT4_EMU_BUILD_INFO", f'"{build_info}"')],
         extra_compile_args={"cxx": CXX_FLAGS},
         extra_link_args=link_args + link,
         py_limited_api=True,
     )
+    # Named afterwards: on a ROCm torch CUDAExtension would rewrite these files, which need no rewriting, and leave copies in the tree.
+    ext.sources = files
     ext.groups = groups
+    # All that the stable ABI needs is in these; torch's GPU libraries would tie the result to this torch, and their header folders
+    # would make other commands, and new objects, of the files that both libraries share.
+    ext.libraries = [name for name in ext.libraries if name in ("c10", "torch_cpu", "cudart", "amdhip64")]
+    ext.include_dirs = include_paths()
     return ext
+
+
+def gpu_link_args() -> list[str]:
+    """The vendor's runtime for a build beside a CPU torch; torch's builder names its own."""
+    if not GPU.own_step:
+        return []
+    names = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+    if GPU.vendor == "hip":
+        return [*(f"-L{GPU_HOME / name}" for name in names[:2]), "-lamdhip64"]
+    folders = [GPU_HOME / name for name in names if (GPU_HOME / name / "libcudart_static.a").exists()]
+    runtime = ["-Wl,-Bstatic", "-lcudart_static", "-Wl,-Bdynamic", "-ldl", "-lrt", "-lpthread"]
+    return [*(f"-L{folder}" for folder in folders), *runtime]
 
 
 extensions: list[Extension] = [
@@ -226,19 +293,11 @@ extensions: list[Extension] = [
         "int4_emu._C", ["csrc/torch/library.cpp", "csrc/torch/device_cpu.cpp"], [FRONT, *kernel_groups()], []
     )
 ]
-if wants_gpu():
-    cudart = [
-        *(f"-L{folder}" for folder in cuda_library_folders(nvcc_path() or "")),
-        "-Wl,-Bstatic",
-        "-lcudart_static",
-        "-Wl,-Bdynamic",
-        "-ldl",
-        "-lrt",
-        "-lpthread",
-    ]
+if GPU.vendor:
     core = ("kernels", sources("csrc/core"), CXX_FLAGS)
     files = ["csrc/torch/library_gpu.cpp", "csrc/torch/device_gpu.cpp"]
-    extensions.append(op_library("int4_emu._C_gpu", files, [FRONT, core], cudart))
+    kind = CppExtension if GPU.own_step else CUDAExtension
+    extensions.append(op_library("int4_emu._C_gpu", files, [FRONT, core], gpu_link_args(), kind))
 wheel_options: dict[str, dict[str, str]] = {"bdist_wheel": {"py_limited_api": "cp310"}}
 if os.environ.get("INT4_EMU_NATIVE_TESTS") == "1" and (ROOT / "tests/native/bind.cpp").exists():
     import pybind11
@@ -258,7 +317,6 @@ if os.environ.get("INT4_EMU_NATIVE_TESTS") == "1" and (ROOT / "tests/native/bind
 
 if not is_ninja_available():
     print("note: ninja is not installed, compiling one file after another", file=sys.stderr)
-os.environ["MAX_JOBS"] = str(compile_jobs(len(os.sched_getaffinity(0)), visible_memory(), os.environ))
 
 setup(
     ext_modules=extensions,
