@@ -72,7 +72,7 @@ def _load_gpu() -> tuple[ctypes.CDLL | None, str | None]:
         return None, load_error()
     found = sorted(_PACKAGE.glob("_C_gpu.*so"))
     if not found:
-        return None, "this build has no GPU kernels (INT4_EMU_GPU=1 builds them)"
+        return None, "this build has no GPU kernels (building with INT4_EMU_GPU=1 says why)"
     try:
         torch.ops.load_library(str(found[0]))
         return ctypes.CDLL(str(found[0])), None

@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "INT4_EMU_CPU_ISA": "CPU instruction set: portable, avx2, avx512 or amx",
     "INT4_EMU_LIBRARY": "path of another compiled library",
     "INT4_EMU_CHECK_IDS": "1: an expert id out of range raises instead of being unrouted",
-    "INT4_EMU_GPU": "1, while building: also build the CUDA kernels",
+    "INT4_EMU_GPU": "while building: GPU kernels, 0 without, 1, cuda or rocm insist on them",
     "INT4_EMU_NATIVE_TESTS": "1, while building: also build the module of the native tests",
     "INT4_EMU_AMD_ALLOW_SKIP": "1, for make amd-check: a part that cannot run here is no error",
 }
