@@ -14,6 +14,8 @@ from .. import ops, reference
 from .._enums import Activation, Layout
 from ..experts import Experts
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -108,17 +110,19 @@ class Problem:
         return _PARAMETERS.get(self.shape.activation, {})
 
 
-def make_problem(shape: Shape, dtype: torch.dtype, modes: list[str], *, peer: bool, seed: int = 0) -> Problem:
+def make_problem(
+    shape: Shape, dtype: torch.dtype, modes: list[str], *, peer: bool, device: torch.device = CPU, seed: int = 0
+) -> Problem:
     """Random symmetric int4 weights of the layer, in the forms that will be measured."""
     rng = torch.Generator().manual_seed(seed)
 
     def codes(rows: int, columns: int) -> Tensor:
         words = torch.empty(shape.num_experts, rows, columns // 8, dtype=torch.int32)
-        return words.random_(-(2**31), 2**31, generator=rng).view(torch.uint8)
+        return words.random_(-(2**31), 2**31, generator=rng).view(torch.uint8).to(device)
 
     def scales(rows: int, columns: int) -> Tensor:
         spread = torch.rand(shape.num_experts, rows, -(-columns // shape.group_size), generator=rng)
-        return ((spread + 0.5) / (4 * columns**0.5)).bfloat16()
+        return ((spread + 0.5) / (4 * columns**0.5)).bfloat16().to(device)
 
     hidden, inner, rows = shape.hidden_size, shape.intermediate_size, shape.w13_rows
     problem = Problem(
@@ -165,12 +169,14 @@ class Batch:
         return self.topk_ids.unique().numel()
 
 
-def make_batch(shape: Shape, tokens: int, dtype: torch.dtype, rng: torch.Generator) -> Batch:
+def make_batch(
+    shape: Shape, tokens: int, dtype: torch.dtype, rng: torch.Generator, device: torch.device = CPU
+) -> Batch:
     """A fresh batch: another routing each time, so that no expert's weights are left in a cache."""
     x = torch.randn(tokens, shape.hidden_size, generator=rng).to(dtype)
     scores = torch.rand(tokens, shape.num_experts, generator=rng)
     weights, ids = scores.topk(shape.top_k, dim=-1)
-    return Batch(x, weights.softmax(-1), ids.to(torch.int32))
+    return Batch(x.to(device), weights.softmax(-1).to(device), ids.to(device, torch.int32))
 
 
 def linear_loop(problem: Problem) -> Callable[[Batch], Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ._bench_layers import Batch, Problem, Shape
+from ._bench_layers import CPU, Batch, Problem, Shape
 
 
 @dataclass(frozen=True)
@@ -33,30 +33,38 @@ class Times:
     rounds: int
 
 
-def _best(run: Callable[[], Any], seconds: float) -> float:
+def _finish(device: torch.device) -> None:
+    """A GPU's calls return before their work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _best(run: Callable[[], Any], seconds: float, device: torch.device) -> float:
     """The shortest of many calls, after one that does not count."""
     run()
+    _finish(device)
     best, begin = float("inf"), time.perf_counter()
     while (start := time.perf_counter()) - begin < seconds:
         run()
+        _finish(device)
         best = min(best, time.perf_counter() - start)
     return best
 
 
-def measure_machine(dtype: torch.dtype, *, quick: bool) -> Machine:
+def measure_machine(dtype: torch.dtype, *, quick: bool, device: torch.device) -> Machine:
     """Reads with a sum over memory that no cache holds, multiplies with torch's own products.
 
     Weights may be held in a type in which the machine multiplies slowly, and multiplied in another: the better of the
     compute dtype and fp32 is the limit.
     """
     seconds = 0.2 if quick else 1.0
-    data = torch.ones((64 if quick else 128) << 20, dtype=torch.float32)
-    read = data.numel() * 4 / _best(data.sum, seconds)
-    n = 512 if quick else 1024
+    data = torch.ones((64 if quick else 128) << 20, dtype=torch.float32, device=device)
+    read = data.numel() * 4 / _best(data.sum, seconds, device)
+    n = (512 if quick else 1024) if device.type == "cpu" else 8192
     speeds = {}
     for kind in {dtype, torch.float32}:
-        a = torch.ones(n, n, dtype=kind)
-        speeds[kind] = 2 * n**3 / _best(partial(torch.mm, a, a), seconds)
+        a = torch.randn(n, n, device=device).to(kind)
+        speeds[kind] = 2 * n**3 / _best(partial(torch.mm, a, a), seconds, device)
     fastest = max(speeds, key=lambda k: speeds[k])
     return Machine(read, speeds[fastest], str(fastest).removeprefix("torch."))
 
@@ -75,13 +83,17 @@ def floor_seconds(shape: Shape, batch: Batch, mode: str, dtype: torch.dtype, mac
 
 
 def time_interleaved(
-    candidates: Mapping[str, Callable[[Batch], Any]], batches: list[Batch], seconds: float
+    candidates: Mapping[str, Callable[[Batch], Any]],
+    batches: list[Batch],
+    seconds: float,
+    device: torch.device = CPU,
 ) -> tuple[dict[str, Times], dict[str, Any]]:
     """Times candidates in turn, so that what disturbs the machine disturbs all of them.
 
     Args:
         candidates: name to function; each is called once with the first batch before the clock starts.
         batches: used round robin.
+        device: whose work a call must have finished.
         seconds: about how long to measure. At least three rounds, or one where three would take four times as long. A
             candidate whose first call takes twice as long is not called again: that call is its time.
 
@@ -94,6 +106,7 @@ def time_interleaved(
     for name, run in candidates.items():
         start = time.perf_counter()
         results[name] = run(batches[0])
+        _finish(device)
         passed = time.perf_counter() - start
         spent[name] = []
         if passed > 2 * seconds and len(candidates) > 1:
@@ -109,6 +122,7 @@ def time_interleaved(
         for name in names[turn:] + names[:turn]:
             start = time.perf_counter()
             candidates[name](batch)
+            _finish(device)
             spent[name].append(time.perf_counter() - start)
     spent |= {name: [value] for name, value in slow.items()}
     return {name: Times(median(values), min(values), len(values)) for name, values in spent.items()}, results
@@ -142,5 +156,5 @@ def time_dequantize(problem: Problem, seconds: float) -> DequantizeTimes:
         "copy": lambda _: other.copy_(out),
     }
     nothing: list[Any] = [None]
-    times, _ = time_interleaved(candidates, nothing, seconds)
+    times, _ = time_interleaved(candidates, nothing, seconds, codes.device)
     return DequantizeTimes(times["dequantize"], times["copy"], out.numel() * out.element_size())

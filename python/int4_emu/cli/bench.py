@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts", type=positive, metavar="E", help="fewer experts, for a machine with little memory"
     )
+    parser.add_argument("--device", default="cpu", help="cpu (default), or a GPU such as cuda")
     parser.add_argument("--threads", type=positive, metavar="N", help="default: all")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="how long to measure each number of tokens (default: 2)"
@@ -109,11 +110,23 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_memory(shape: Shape, dtype: torch.dtype, *, dense: bool) -> None:
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {text!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {text}: torch {torch.__version__} sees no GPU")
+    return device
+
+
+def _check_memory(shape: Shape, dtype: torch.dtype, device: torch.device, *, dense: bool) -> None:
     weights = shape.num_experts * shape.weights_per_expert
     # Canonical codes, prepacked codes, and the dense weights where a dense candidate is measured.
     need = int(weights * (1 + (dtype.itemsize if dense else 0)) * 1.05)
-    free = available_bytes(torch.device("cpu"))
+    free = available_bytes(device)
     if free is not None and need > free:
         raise MemoryError(
             f"the layer needs {size(need)}, {size(free)} are available: --experts N takes fewer"
@@ -122,18 +135,20 @@ def _check_memory(shape: Shape, dtype: torch.dtype, *, dense: bool) -> None:
 
 def _measure(args: argparse.Namespace, shape: Shape, out: Console) -> dict[str, Any]:
     dtype: torch.dtype = args.dtype
+    device = _device(args.device)
     modes = ["packed", "dequantized"] if args.weights == "both" else [args.weights]
     peer = not args.no_peer
-    _check_memory(shape, dtype, dense=peer or "dequantized" in modes)
+    _check_memory(shape, dtype, device, dense=peer or "dequantized" in modes)
     tokens = args.tokens or ([1, 16, 256] if args.quick else [1, 4, 16, 64, 256, 1024])
     seconds = args.seconds or (0.2 if args.quick else 2.0)
     start = time.perf_counter()
-    problem = make_problem(shape, dtype, modes, peer=peer)
-    machine = measure_machine(dtype, quick=args.quick)
+    problem = make_problem(shape, dtype, modes, peer=peer, device=device)
+    machine = measure_machine(dtype, quick=args.quick, device=device)
     threads = torch.get_num_threads()
+    processor = cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
     say(
         out,
-        f"{args.model}: {shape}, {dtype_name(dtype)}, {threads} thread{'s' if threads > 1 else ''}, {cpu_name()}",
+        f"{args.model}: {shape}, {dtype_name(dtype)}, {threads} thread{'s' if threads > 1 else ''}, {processor}",
         "bold",
     )
     say(
@@ -178,7 +193,8 @@ def _measure(args: argparse.Namespace, shape: Shape, out: Console) -> dict[str, 
         "build": _library.build_info(),
         "isa": _library.cpu_isa()[0],
         "torch": torch.__version__,
-        "processor": cpu_name(),
+        "processor": processor,
+        "device": str(device),
         "system": platform.platform(),
         "python": sys.version.split()[0],
         "threads": threads,
@@ -207,12 +223,12 @@ def _measure_tokens(
     seconds: float,
     out: Console,
 ) -> list[dict[str, Any]]:
-    rng = torch.Generator().manual_seed(count)
-    batches = [make_batch(problem.shape, count, problem.dtype, rng) for _ in range(4)]
+    rng, device = torch.Generator().manual_seed(count), problem.codes[0].device
+    batches = [make_batch(problem.shape, count, problem.dtype, rng, device) for _ in range(4)]
     with console(stderr=True).status(f"{count} tokens"):
-        times, outputs = time_interleaved(candidates, batches, seconds)
+        times, outputs = time_interleaved(candidates, batches, seconds, device)
         rows = torch.randperm(count, generator=rng)[:_CHECKED_ROWS]
-        want = exact_rows(problem, batches[0], rows)
+        want = exact_rows(problem, batches[0], rows).cpu()
         errors = {name: relative_error(y[rows], want) for name, y in outputs.items()}
     results = []
     for name, t in times.items():
