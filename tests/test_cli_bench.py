@@ -132,14 +132,14 @@ def test_a_slow_candidate_is_called_once() -> None:
     ("device", "sentence"), [("xpu", "must be cpu or cuda"), ("nonsense", "must be cpu or cuda")]
 )
 def test_unknown_devices_are_refused(device: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--device", device]) == 1
+    assert main([*QUICK, "--device", device]) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_bench_on_a_gpu_or_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main([*QUICK, "--device", "cuda", "--json", str(tmp_path / "b.json")])
     if not torch.cuda.is_available():
-        assert status == 1 and "sees no GPU" in capsys.readouterr().err
+        assert status == 2 and "sees no GPU" in capsys.readouterr().err
         return
     document = json.loads((tmp_path / "b.json").read_text())
     assert status == 0 and document["device"] == "cuda"
