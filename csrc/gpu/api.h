@@ -34,7 +34,8 @@ Status unprepack(const uint8_t* in, uint8_t* out, int64_t batch, int64_t n, int6
 size_t align_workspace_bytes(int64_t slots, int64_t experts);
 Status moe_align(const AlignProblem& p, void* workspace, size_t bytes, void* stream);
 
-// Instruction families. `automatic` lets select_atom choose; naming another forces it, or is an error that says why not.
+// Instruction families. `automatic` lets select_atom choose; naming another forces it, or is an error that says why not. Projections whose
+// weights AMD's families cannot take (strides, groups) are left to fma either way.
 enum class Atom : int32_t { automatic = 0, fma = 1, mma_sm80 = 2, mfma_gfx9 = 3, wmma_gfx11 = 4, wmma_gfx12 = 5 };
 const char* atom_name(Atom atom);
 

@@ -117,13 +117,13 @@ Status launch_family(const GemmArgs& a, const Plan& plan, Stream stream) {
   return run(a, plan.block_rows, stream);
 }
 
-// Why the kernels that stream weights into registers (stream.cuh) do not take a projection; null where they do.
-const char* stream_refuses(const Weight& w, bool w_vector) {
-  if (!w_vector) {
-    return w.packed ? "its packed rows and groups do not come in aligned 16-byte units"
-                    : "its dense weights are not of x's dtype in aligned 16-byte units along k";
+// Why the kernels that stream weights into registers (stream.cuh) leave a projection to fma; null where they take it.
+const char* stream_refuses(const GemmArgs& a) {
+  if (!a.w_vector) {
+    return a.w.packed ? "packed rows or groups do not come in aligned 16-byte units"
+                      : "dense weights are not of x's dtype in aligned 16-byte units along k";
   }
-  return w.packed && w.groups > 1 && w.group_size % 32 != 0 ? "its groups are no multiple of 32" : nullptr;
+  return a.w.packed && a.w.groups > 1 && a.w.group_size % 32 != 0 ? "groups are no multiple of 32" : nullptr;
 }
 
 // The smallest of a family's sizes that holds the average rows of an expert, else its largest.
@@ -226,20 +226,13 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
   plan->atom = choice.atom;
   plan->decode = false;
   plan->fallback = nullptr;
-  const bool streams = choice.atom != Atom::fma && choice.atom != Atom::mma_sm80;
-  for (int i = 0; i < count && streams; ++i) {
-    const char* reason = stream_refuses(projections[i].w, projections[i].w_vector);
-    if (reason == nullptr) continue;
-    if (forced == choice.atom) return make_error(Code::unsupported, "%s: not used since %s", atom_name(choice.atom), reason);
-    plan->atom = Atom::fma;
-    plan->fallback = reason;
-  }
   if (plan->atom == Atom::fma) {
     plan->block_rows = rows_for(kFmaRows, average);
     return {};
   }
-  if (streams) {
-    plan->block_rows = rows_for(kStreamRows, average);
+  if (plan->atom != Atom::mma_sm80) {
+    for (int i = 0; i < count && plan->fallback == nullptr; ++i) plan->fallback = stream_refuses(projections[i]);
+    plan->block_rows = rows_for(plan->fallback ? kFmaRows : kStreamRows, average);
     return {};
   }
   plan->decode = average <= kDecodeRows[1];
@@ -249,7 +242,8 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
 }
 
 Status launch_gemm(const GemmArgs& a, const Plan& plan, Stream stream) {
-  return plan.atom == Atom::fma ? launch_gemm_fma(a, plan.block_rows, stream) : launch_family(a, plan, stream);
+  const bool fma = plan.atom == Atom::fma || (plan.fallback && stream_refuses(a));
+  return fma ? launch_gemm_fma(a, plan.block_rows, stream) : launch_family(a, plan, stream);
 }
 
 }  // namespace int4_emu::gpu

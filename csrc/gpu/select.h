@@ -13,7 +13,7 @@ struct Plan {
   Atom atom = Atom::fma;
   int block_rows = 16;
   bool decode = false;             // every projection goes through the decode path
-  const char* fallback = nullptr;  // why the device's own family was passed over for fma, null where it was not
+  const char* fallback = nullptr;  // why fma takes a projection in place of `atom`; null where it takes none
 };
 
 // `projections` share their row blocks: `rows` rows over `experts` experts.

@@ -148,6 +148,10 @@ void check_layers() {
       chunked.group = 128, run(chunked);
       chunked.group = -1, chunked.tokens = 2, run(chunked);
       chunked.bits = 8, run(chunked);
+      for (int bits : {4, 8}) {  // ... for every number of rows per block
+        chunked.bits = bits, chunked.group = 128;
+        for (int64_t tokens : {int64_t{36}, int64_t{60}}) chunked.tokens = tokens, run(chunked);
+      }
     }
   }
   for (gpu::Atom atom : atoms_for(DType::bf16)) {

@@ -1,0 +1,23 @@
+// RDNA4's WMMA 16x16x16, wave32, for stream.cuh, which says what an atom has.
+#pragma once
+
+#include "mma_amd.cuh"
+
+namespace int4_emu::gpu {
+
+template <class T>
+struct WmmaGfx12 {
+  using Sums = amd::Float8;
+  static constexpr int kWave = 32, kWaves = 8, kParts = 2, kStepOctets = 1;
+
+  __host__ __device__ static constexpr int row(int i) { return i; }
+
+  __device__ static __forceinline__ void mma(const Vec4 (&a)[1], const Vec4 (&b)[1], Sums& c) { amd::wmma_gfx12<T>(a[0], b[0], c); }
+
+  static constexpr int kCorrectSlots = 1;
+  __device__ static __forceinline__ void correct(const float* minus, int, const float* x_sum, int, int lane, Sums& c) {
+    c += *reinterpret_cast<const Sums*>(minus + lane / 16 * 8) * x_sum[lane % 16];
+  }
+};
+
+}  // namespace int4_emu::gpu

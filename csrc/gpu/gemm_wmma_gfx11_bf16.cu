@@ -1,0 +1,11 @@
+// The grouped GEMM on WMMA of gfx11, bf16.
+#include "atom_wmma_gfx11.cuh"
+#include "stream.cuh"
+
+namespace int4_emu::gpu {
+
+Status launch_gemm_wmma_gfx11_bf16(const GemmArgs& a, int block_rows, Stream stream) {
+  return launch_stream<WmmaGfx11<Bf16>, Bf16>(a, block_rows, stream);
+}
+
+}  // namespace int4_emu::gpu
