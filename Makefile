@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.map') setup.py build_tools.py pyproject.toml python/int4_emu/schemas.inc
 
-.PHONY: run test bench lint dev clean amd-check cuda-check image-check
+.PHONY: run test bench lint dev clean amd-check cuda-check image-check sanitize
 
 run: $(STAMP)  ## let the embedded model speak
 	$(PY) -m int4_emu run
@@ -32,6 +32,9 @@ amd-check:  ## the AMD build without an AMD GPU: needs Debian 12 and root, no .v
 cuda-check: $(STAMP)  ## the CUDA build without a GPU: needs nvcc
 	! command -v nvcc >/dev/null || $(PY) -m pip install -q nvidia-cuda-cuobjdump || true
 	$(PY) tests/cuda_check.py
+
+sanitize:  ## the torch-free check programs under ASan, UBSan and, with an NVIDIA GPU, compute-sanitizer's four tools
+	tests/sanitize.sh
 
 dev:  ## incremental rebuild after a change in csrc
 	INT4_EMU_NATIVE_TESTS=1 flock $(VENV)/build.lock $(PY) setup.py -q build_ext --inplace

@@ -195,20 +195,20 @@ def test_grouped_gemm_past_2_31_elements() -> None:
 def test_no_memory_for_the_workspace_or_the_output() -> None:
     layer = gpu_layer(tokens=16_384, top_k=8, hidden=2048, intermediate=1024)
     want = layer.run()
+    # One token a million times: nothing but the result is large.
+    many = layer.with_(
+        x=layer.x[:1].expand(1 << 20, -1),
+        ids=layer.ids[:1].repeat(1 << 20, 1),
+        weights=layer.weights[:1].repeat(1 << 20, 1),
+    )
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    held = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
     try:
-        torch.cuda.set_per_process_memory_fraction((held + (30 << 20)) / total)
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"^out of memory: no [0-9.e+]+ MiB of output on cuda:0$"
-        ):
-            layer.run()
-        torch.cuda.set_per_process_memory_fraction((held + (150 << 20)) / total)
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"^out of memory: no [0-9.e+]+ MiB of workspace on cuda:0$"
-        ):
-            layer.run()
+        for run, what in ((many.run, "output"), (layer.run, "workspace")):
+            sentence = rf"^out of memory: no [0-9.e+]+ MiB of {what} on cuda:0$"
+            with pytest.raises(torch.OutOfMemoryError, match=sentence):
+                run()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.equal(layer.run(), want)

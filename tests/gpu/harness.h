@@ -23,6 +23,7 @@ struct Report {
 };
 extern Report report;
 extern bool quick;
+extern bool kernels_only;  // each kernel, not each option
 extern int every;      // of the layer and grouped cases, one in so many runs,
 inline int phase = 0;  // starting with this one
 

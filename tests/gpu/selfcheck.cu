@@ -1,5 +1,5 @@
 // Checks every GPU op against a host reference without torch. Arguments: --quick (small, for sanitizers), --every=N (one in N of the layer
-// and grouped cases), --time (the table of times), --only-time. The exit status is 0 when every check passed.
+// and grouped cases), --kernels (quick, and each kernel without all of its options, for racecheck), --time (the table of times), --only-time. The exit status is 0 when every check passed.
 #include <algorithm>
 
 #include "harness.h"
@@ -7,6 +7,7 @@
 namespace selfcheck {
 Report report;
 bool quick = false;
+bool kernels_only = false;
 int every = 1;
 }  // namespace selfcheck
 
@@ -15,7 +16,8 @@ int main(int argc, char** argv) {
   bool timing = false, checks = true;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
-    quick = quick || argument == "--quick";
+    kernels_only = kernels_only || argument == "--kernels";
+    quick = quick || kernels_only || argument == "--quick";
     if (argument.rfind("--every=", 0) == 0) every = std::max(1, std::atoi(argument.c_str() + 8));
     timing = timing || argument == "--time" || argument == "--only-time";
     checks = checks && argument != "--only-time";

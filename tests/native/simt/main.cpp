@@ -10,6 +10,7 @@
 namespace selfcheck {
 Report report;
 bool quick = false;
+bool kernels_only = false;
 int every = 1;
 }  // namespace selfcheck
 
