@@ -31,8 +31,8 @@ CUDA_FAMILIES = {
 }
 CUDA_NAME = r"(sm|compute)_[0-9]{2,3}[af]?"
 HIP_NAME = r"gfx[0-9a-f]{3,5}"
-# sm_90a appeared in CUDA 12.0; HIP 5 lacks half of the matrix builtins.
-OLDEST_COMPILER = {"cuda": (12, 0), "hip": (6, 0)}
+# What torch 2.10 itself can be had for, with some room; HIP 5 lacks half of the matrix builtins.
+OLDEST_COMPILER = {"cuda": (12, 4), "hip": (6, 0)}
 COMPILER_NAME = {"cuda": "nvcc", "hip": "hipcc"}
 
 
@@ -410,7 +410,8 @@ def toolkit_home(vendor: str, compiler: str) -> Path:
             top = re.search(r"TOP=(\S+)", run_compiler(compiler, "--dryrun", empty.name))
         if top:
             return Path(top[1]).resolve()
-    return Path(compiler).resolve().parents[1]
+    home = Path(compiler).resolve().parents[1]
+    return home.parent if home.name == "hip" else home
 
 
 # Incremental builds of what ninja does not follow.
@@ -437,6 +438,6 @@ def is_stale(target: Path, source: Path) -> bool:
     return any(file.stat().st_mtime > built for file in included_files(source))
 
 
-def parallel_flags(gpu: Gpu, files: int, jobs: int) -> list[str]:
-    """Lets nvcc use the jobs that fewer files than processors would leave idle."""
-    return [f"-split-compile={jobs // files}"] if gpu.vendor == "cuda" and jobs >= 2 * files > 0 else []
+def parallel_flags(vendor: str, jobs: int) -> list[str]:
+    """Lets nvcc use processors that would idle: a few files, those of matrix instructions, take much longer than all others."""
+    return [f"-split-compile={jobs // 4}"] if vendor == "cuda" and jobs >= 8 else []

@@ -34,10 +34,17 @@ def chosen_gpu() -> Gpu:
     torch_build = build_tools.TorchBuild(
         torch.version.cuda, torch.version.hip, tuple((flags or "").split()) if torch.version.hip else ()
     )
+
+    def find(name: str) -> str | None:
+        if not torch.version.hip:
+            return build_tools.find_compiler(name)
+        # The one that torch's builder will call: it knows a ROCm that is installed as Python packages, too.
+        from torch.utils.cpp_extension import ROCM_HOME
+
+        return shutil.which(name, path=f"{ROCM_HOME}/bin") if ROCM_HOME else None
+
     try:
-        gpu = build_tools.choose_gpu(
-            os.environ, torch_build, build_tools.find_compiler, build_tools.run_compiler
-        )
+        gpu = build_tools.choose_gpu(os.environ, torch_build, find, build_tools.run_compiler)
     except build_tools.BuildError as error:
         raise SystemExit(f"int4_emu: {error}") from None
     print(f"int4_emu: {gpu}", file=sys.stderr)
@@ -46,9 +53,10 @@ def chosen_gpu() -> Gpu:
 
 GPU = chosen_gpu()
 GPU_HOME = build_tools.toolkit_home(GPU.vendor, GPU.compiler) if GPU.vendor else Path()
-if GPU.vendor:
-    # What torch's builder would guess from PATH may be a wrapper's folder; it reads these once, when it is imported.
-    os.environ.setdefault("CUDA_HOME" if GPU.vendor == "cuda" else "ROCM_HOME", str(GPU_HOME))
+if GPU.vendor == "cuda":
+    # What torch's builder would guess from PATH may be a wrapper's folder; it reads this once, when it is imported.
+    os.environ.setdefault("CUDA_HOME", str(GPU_HOME))
+elif GPU.vendor == "hip":
     os.environ["HIP_PLATFORM"] = "amd"  # else hipcc calls nvcc where there is one
 from torch.utils.cpp_extension import (  # noqa: E402
     BuildExtension,
@@ -143,9 +151,7 @@ def gpu_groups() -> list[tuple[str, list[str], list[str]]]:
         (
             f"gpu{number}",
             [str(file) for file in group],
-            common
-            + build_tools.architecture_flags(names)
-            + build_tools.parallel_flags(GPU, len(files), JOBS),
+            common + build_tools.architecture_flags(names) + build_tools.parallel_flags(GPU.vendor, JOBS),
         )
         for number, (names, group) in enumerate(build_tools.gpu_groups(files, atoms, GPU.architectures))
     ]
