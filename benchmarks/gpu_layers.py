@@ -124,7 +124,7 @@ def layer_table(rows: list[dict[str, Any]]) -> Any:
 
 def measure_dequantize(limits: Limits, rounds: int, *, quick: bool) -> list[dict[str, Any]]:
     """Every format, to bf16, into place; bytes read and written over the copy's bytes per second."""
-    n, k, experts = (512, 1024, 8) if quick else (2048, 4096, 64)
+    n, k, experts = (512, 1024, 8) if quick else (2048, 2048, 128)
     rng, rows = torch.Generator().manual_seed(0), []
     for fmt, bits in formats():
         for group in (32, 128):

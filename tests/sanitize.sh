@@ -54,11 +54,11 @@ else
   report build make -s -j "$(nproc)" -C tests/gpu BUILD="$PWD/$build/gpu"
   if [ "${summary[-1]}" = build=ran ]; then
     for name in memcheck racecheck initcheck synccheck; do
-      (tool $name >"$build/$name.log" 2>&1; echo $? >"$build/$name.status") &
+      (tool $name >"$build/$name.out" 2>&1; echo $? >"$build/$name.status") &
     done
     wait
     for name in memcheck racecheck initcheck synccheck; do
-      report $name bash -c "cat '$build/$name.log'; exit \$(cat '$build/$name.status')"
+      report $name bash -c "cat '$build/$name.out'; exit \$(cat '$build/$name.status')"
       grep -hE "checks passed|ERROR SUMMARY|RACECHECK SUMMARY" "$build/$name.log" | sed "s/^/$name: /"
     done
   fi
