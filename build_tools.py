@@ -207,10 +207,9 @@ def gpu_groups(
     return [(list(names), files) for names, files in groups.items() if files]
 
 
-def gpu_defines(sources: Sequence[Path], atoms: Sequence[Atom], architectures: Sequence[str]) -> list[str]:
-    """Macros for every GPU file: which families' files are in the build, and what it is compiled for."""
-    families = {atom_of(source, atoms) for source in sources}
-    present = [a.name for a in atoms if a in families and any(a.serves(name) for name in architectures)]
+def gpu_defines(atoms: Sequence[Atom], architectures: Sequence[str]) -> list[str]:
+    """Macros for every GPU file: which families are in the build, and what it is compiled for."""
+    present = [a.name for a in atoms if any(a.serves(name) for name in architectures)]
     listed = ", ".join(architectures)
     return [*(f"-DINT4_EMU_ATOM_{name.upper()}" for name in present), f'-DINT4_EMU_GPU_ARCHS="{listed}"']
 

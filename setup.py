@@ -146,7 +146,7 @@ def gpu_groups() -> list[tuple[str, list[str], list[str]]]:
     """The GPU sources as (object folder, files, flags): an instruction family only for the architectures that have it."""
     atoms = build_tools.gpu_atoms()
     files = sorted(p.relative_to(ROOT) for p in (ROOT / "csrc/gpu").glob("*.cu"))
-    common = GPU_FLAGS[GPU.vendor] + build_tools.gpu_defines(files, atoms, GPU.architectures)
+    common = GPU_FLAGS[GPU.vendor] + build_tools.gpu_defines(atoms, GPU.architectures)
     return [
         (
             f"gpu{number}",

@@ -316,7 +316,7 @@ def test_a_wrong_line_is_named(tmp_path, line, match):
             {"MMA_SM80", "FMA"},
         ),
         (["sm_75"], [(["sm_75"], FILES[:2])], {"FMA"}),
-        (["sm_120a"], [(["sm_120a"], FILES[:2])], {"FMA"}),  # new_cuda has no files yet: never claimed
+        (["sm_120a"], [(["sm_120a"], FILES[:2])], {"NEW_CUDA", "FMA"}),
         (
             ["gfx90a:xnack-", "gfx1100", "gfx1030"],
             [
@@ -331,7 +331,7 @@ def test_a_wrong_line_is_named(tmp_path, line, match):
 def test_each_file_is_compiled_for_its_architectures(atoms, architectures, want, present):
     groups = tools.gpu_groups([Path(name) for name in FILES], atoms, architectures)
     assert [(names, [file.name for file in files]) for names, files in groups] == want
-    defines = tools.gpu_defines([Path(name) for name in FILES], atoms, architectures)
+    defines = tools.gpu_defines(atoms, architectures)
     assert {d.removeprefix("-DINT4_EMU_ATOM_") for d in defines[:-1]} == present
     assert defines[-1] == '-DINT4_EMU_GPU_ARCHS="' + ", ".join(architectures) + '"'
 

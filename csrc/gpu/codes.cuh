@@ -17,6 +17,7 @@ struct CodeReader {
   bool plain_bytes;     // one code a byte, nothing packed in words
   bool byte_zeros;      // likewise for the zero points
   bool words_aligned;   // rows of row-major words may be read 4 bytes at a time
+  bool vectors_aligned; // rows of the stored qweight may be read 16 bytes at a time
   int kw_shift;         // log2 of the codes in a word
 
   // Bit position of the lane-th column of a word.
@@ -127,11 +128,15 @@ struct GroupRow {
   }
 
   __device__ float scale(int64_t c) const { return load_float(scales, reader.m.scale_dtype, scale_at + c * scale_step); }
-  __device__ int zero(int64_t c) const {
-    if (zeros == nullptr) return reader.m.bits == 4 ? 8 : 128;
+  // The word that holds the row's zero point of group c, unsigned; before code_add.
+  __device__ uint32_t zero_word(int64_t c) const {
     const uint8_t* at = zeros + c * zero_step;
     const uint32_t word = reader.byte_zeros ? *at : *reinterpret_cast<const uint32_t*>(at);
-    return static_cast<int>(((((word + word_add) ^ reader.flip) >> zero_shift) + code_add) & mask);
+    return (word + word_add) ^ reader.flip;
+  }
+  __device__ int zero(int64_t c) const {
+    if (zeros == nullptr) return reader.m.bits == 4 ? 8 : 128;
+    return static_cast<int>(((zero_word(c) >> zero_shift) + code_add) & mask);
   }
 };
 
@@ -160,7 +165,8 @@ inline Status make_reader(const PackedMatrix& m, CodeReader& reader) {
   }
   const uint32_t flip = !t.is_signed ? 0u : (m.bits == 4 ? 0x88888888u : 0x80808080u);
   reader = {
-      m, t, flip, row, size, plain, plain || m.format == Format::canonical, row % 4 == 0 && is_aligned(m.qweight, 4), m.bits == 4 ? 3 : 2};
+      m, t, flip, row, size, plain, plain || m.format == Format::canonical, row % 4 == 0 && is_aligned(m.qweight, 4),
+            row % 16 == 0 && is_aligned(m.qweight, 16), m.bits == 4 ? 3 : 2};
   return {};
 }
 

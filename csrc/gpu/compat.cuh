@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 #include "../core/status.h"
@@ -89,6 +90,60 @@ Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, i
   kernel<<<dim3{static_cast<unsigned>(blocks)}, static_cast<unsigned>(threads), shared, stream>>>(std::forward<Arguments>(arguments)...);
 #endif
   return check(INT4_EMU_RUNTIME(GetLastError)(), name);
+}
+
+// Whether a kernel of this library may start on the current device before the one ahead of it on the stream has ended.
+inline bool kernels_may_overlap() {
+#if defined(__HIP__) || defined(__HIPCC__) || defined(INT4_EMU_SIMT) || !defined(INT4_EMU_GPU_ARCHS)
+  return false;
+#else
+  // wait_for_previous() must be there in machine code: PTX for an older architecture has none.
+  int device = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    return false;
+  }
+  char name[32];
+  std::snprintf(name, sizeof(name), "sm_%d%d", major, minor);
+  return major >= 9 && std::strstr(INT4_EMU_GPU_ARCHS, name) != nullptr;
+#endif
+}
+
+// Like launch(), but the blocks may start early, as soon as every block of the kernel before has called let_next_start() or ended:
+// only after wait_for_previous() is that kernel's work there to be read.
+template <class... Parameters, class... Arguments>
+Status launch_after(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, Stream stream,
+                    Arguments&&... arguments) {
+#if !defined(__HIP__) && !defined(__HIPCC__) && !defined(INT4_EMU_SIMT)
+  if (blocks > 0 && blocks <= INT32_MAX && kernels_may_overlap()) {
+    if (Status s = allow_shared_memory(kernel, shared, name); !s) return s;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3{static_cast<unsigned>(blocks)};
+    config.blockDim = dim3{static_cast<unsigned>(threads)};
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    const Error error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    INT4_EMU_RUNTIME(GetLastError)();
+    return check(error, name);
+  }
+#endif
+  return launch(name, kernel, blocks, threads, shared, stream, std::forward<Arguments>(arguments)...);
+}
+
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+__device__ inline void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
 }
 
 // The block's dynamic shared memory, 16-byte aligned.

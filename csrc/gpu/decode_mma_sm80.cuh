@@ -1,8 +1,9 @@
-// The path for few rows per expert, bound by bandwidth: every weight is read once, in 16-byte loads straight into the registers of
-// the A operand; tokens are the N side, 8 or 16 wide; K is split over the warps of a block, which add up at the end.
+// The path for few rows per expert, bound by bandwidth: every weight is read once. Blocks stay, each with its share of the tiles of
+// weight rows; tokens are the N side of the mma, eight wide; K is split over the warps of a block, which add up at the end of a tile.
+// Weights come by asynchronous copies, several stages ahead and across tiles, so that the memory never waits for a tile to end.
 //
 // A lane's 16 bytes hold consecutive k; a sum over k may run in any order, so the mma's k slots are simply filled in the order in
-// which the codes come out of a word, and x is paired up to match.
+// which the codes come out of a word, and x is paired up to match. A lane copies what it multiplies itself.
 #pragma once
 
 #include "activation.cuh"
@@ -10,78 +11,137 @@
 
 namespace int4_emu::gpu {
 
-constexpr int kDecodeWarps = 8;  // at most; K is split over 4 where there are blocks enough
+constexpr int kDecodeWarps = 8, kDecodeThreads = 32 * kDecodeWarps, kDecodeTokens = 8, kDecodeBlocks = 2;  // blocks: of a multiprocessor
 
-// How scales meet the sums: once per chunk of k in fp32, exactly, where a chunk lies inside one group; else on the weights.
-enum class ScaleMode { none, per_chunk, per_lane };
+// How scales meet the sums: once per chunk of k in fp32, exactly, where a chunk lies inside one group; else on the weights, which are
+// rounded once: in x's type where scales have it (per_lane), or in fp32 (per_lane_wide).
+enum class ScaleMode { none, per_chunk, per_lane, per_lane_wide };
 
-template <WeightKind kKind>
-struct DecodeShape {
+template <class T, WeightKind kKind, int kRowTiles, ScaleMode kScale>
+struct Decode {
+  using P = sm80::Pair<T>;
+  static constexpr bool kPacked = kKind != WeightKind::dense;
   static constexpr int kLane = kKind == WeightKind::int4 ? 32 : (kKind == WeightKind::int8 ? 16 : 8);  // k of a lane's 16 bytes
   static constexpr int kChunk = 4 * kLane;                                                             // of the four lanes of a row
-};
-
-template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale, bool kOwnType>
-struct DecodeWarp {
-  using P = sm80::Pair<T>;
-  static constexpr int kLane = DecodeShape<kKind>::kLane, kChunk = DecodeShape<kKind>::kChunk, kHalves = 2 * kRowTiles;
-
-  // One chunk of the lane's rows: row 16 i + g and 16 i + g + 8.
-  struct Chunk {
-    Vec4 codes[kHalves];
-    float scale[kHalves];
-    int zero[kHalves];
-  };
-
-  const GemmArgs& a;
-  const char* data;             // the expert's codes or elements
-  int64_t first_group;          // of the expert
-  uint32_t row_bytes[kHalves];  // from there to the lane's rows, in bytes and in groups: below 2^32, or w_vector is false
-  uint32_t row_groups[kHalves];
-  const T* x_data[kTokenTiles];  // the token's row of x at the lane's first k, null: no token
-  float sums[kRowTiles][kTokenTiles][4] = {};
+  static constexpr int kHalves = 2 * kRowTiles, kRows = 16 * kRowTiles;  // a lane's rows: 8 h + its group
+  // A stage of a warp: codes [half][lane] of 16 bytes, then words that hold the scales, and as many with the zero points.
+  static constexpr int kWords = !kPacked ? 0 : kHalves * (kScale == ScaleMode::per_chunk ? 8 : 32);
+  static constexpr int kStageBytes = kHalves * 512 + 8 * kWords;
+  static constexpr int kStages = (kScale == ScaleMode::per_chunk || !kPacked ? 8 : 6) / kRowTiles;
+  static constexpr size_t kSharedBytes = static_cast<size_t>(kDecodeWarps) * kStages * kStageBytes;
 
   __device__ static int quad() { return static_cast<int>(threadIdx.x) % 4; }
   __device__ static int group() { return static_cast<int>(threadIdx.x) % 32 / 4; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  __device__ DecodeWarp(const GemmArgs& args, int64_t expert, int64_t n0, const int32_t* rows) : a(args) {
-    constexpr int64_t kBytes = kKind == WeightKind::dense ? 2 : 1;
-    data = static_cast<const char*>(a.w.data) + expert * a.w.expert_stride * kBytes;
-    first_group = expert * a.w.n * a.w.groups;
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      int64_t row = weight_row(a, n0, h / 2 * 16 + h % 2 * 8 + group());
-      if (row < 0) row = 0;  // computed, never stored
-      row_bytes[h] = static_cast<uint32_t>(row * a.w.n_stride * kBytes);
-      row_groups[h] = static_cast<uint32_t>(row * a.w.groups);
+  // Weight row of local row r = 8 h + group() of a tile; a row of the last column, computed and never stored, where there is none.
+  __device__ static uint32_t row_of(const GemmArgs& a, uint32_t column_tile, int r) {
+    const uint32_t last = static_cast<uint32_t>(a.columns) - 1;
+    if (!a.gated) {
+      const uint32_t row = column_tile * kRows + r;
+      return row < last ? row : last;
     }
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-      const int32_t row = rows[t * 8 + group()];
-      x_data[t] = row < 0 ? nullptr : static_cast<const T*>(a.x) + static_cast<int64_t>(row / a.row_divisor) * a.x_stride + quad() * kLane;
-    }
+    const uint32_t column = column_tile * (kRows / 2) + r / 16 * 8 + r % 8;
+    return (column < last ? column : last) * static_cast<uint32_t>(a.column_step) + (r / 8 % 2 ? static_cast<uint32_t>(a.part_step) : 0u);
   }
 
-  __device__ void load(int chunk, Chunk& c) const {
-    const int k_lane = chunk * kChunk + quad() * kLane, k = k_lane < a.w.k ? k_lane : 0;  // past K: meets zeros of x
-    const int bytes = kKind == WeightKind::dense ? k * 2 : (kKind == WeightKind::int4 ? k / 2 : k);
-    // In per-chunk mode the scale is that of the lane's tokens, so a lane past K needs it too.
-    const uint32_t g = kKind == WeightKind::dense ? 0 : group_of(a, kScale == ScaleMode::per_chunk ? chunk * kChunk : k);
+  // Copies chunks to shared memory.
+  struct Loader {
+    const char* data;             // the expert's codes or elements
+    int64_t first_group;          // of the expert
+    uint32_t row_bytes[kHalves];  // from there to the lane's rows: below 2^32, or w_vector is false
+    uint32_t row_groups[kScale == ScaleMode::per_chunk ? 1 : kHalves];
+
+    __device__ void begin_tile(const GemmArgs& a, int64_t expert, uint32_t column_tile) {
+      constexpr int kBytes = kPacked ? 1 : 2;
+      const uint32_t apart = static_cast<uint32_t>(a.w.n_stride * kBytes), groups = static_cast<uint32_t>(a.w.groups);
+      data = static_cast<const char*>(a.w.data) + expert * a.w.expert_stride * kBytes;
+      first_group = expert * a.w.n * a.w.groups;
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      c.codes[h] = sm80::load_streaming(data + row_bytes[h] + bytes);
-      if constexpr (kKind != WeightKind::dense) {
-        const int64_t index = first_group + row_groups[h] + g;
-        c.scale[h] = kOwnType ? to_float(static_cast<const T*>(a.w.scales)[index]) : load_float(a.w.scales, a.w.scale_dtype, index);
-        c.zero[h] = a.w.zeros ? a.w.zeros[index] : (kKind == WeightKind::int4 ? 8 : 128);
+      for (int h = 0; h < kHalves; ++h) {
+        const uint32_t row = row_of(a, column_tile, h * 8 + group());
+        row_bytes[h] = row * apart;
+        if constexpr (kScale != ScaleMode::per_chunk) row_groups[h] = row * groups;
+      }
+      if constexpr (kScale == ScaleMode::per_chunk) row_groups[0] = row_of(a, column_tile, lane() % kRows) * groups;
+    }
+
+    __device__ void copy_words(const GemmArgs& a, char* stage, int at, int64_t index) const {
+      const int64_t scale_byte = a.w.scale_dtype == DType::f32 ? index * 4 : (index * 2 & ~int64_t{3});
+      char* words = stage + kHalves * 512 + at * 4;
+      sm80::copy_async_4(words, static_cast<const char*>(a.w.scales) + scale_byte);
+      if (a.w.zeros) sm80::copy_async_4(words + kWords * 4, a.w.zeros + (index & ~int64_t{3}));
+    }
+
+    __device__ void copy(const GemmArgs& a, int chunk, char* stage) const {
+      const int k = chunk * kChunk + quad() * kLane;
+      const bool inside = k < a.w.k;
+      const int bytes = !inside ? 0 : (kKind == WeightKind::dense ? k * 2 : (kKind == WeightKind::int4 ? k / 2 : k));
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) sm80::copy_async_16_line(stage + h * 512 + lane() * 16, data + row_bytes[h] + bytes, inside);
+      if constexpr (kPacked) {
+        const uint32_t g = group_of(a, kScale == ScaleMode::per_chunk ? chunk * kChunk : (inside ? k : 0));
+        if constexpr (kScale == ScaleMode::per_chunk) {
+          if (lane() < kRows) copy_words(a, stage, lane(), first_group + row_groups[0] + g);
+        } else {
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h) copy_words(a, stage, h * 32 + lane(), first_group + row_groups[h] + g);
+        }
       }
     }
+  };
+
+  const GemmArgs& a;
+  const T* x = nullptr;          // the lane's token's row of x at the lane's first k, null: no token
+  uint32_t word_offset[kHalves]; // of the lane's first group in its word of scales or zero points
+  float sums[kRowTiles][4];
+
+  __device__ explicit Decode(const GemmArgs& args) : a(args) {}
+
+  __device__ void begin_tile(int64_t expert, uint32_t column_tile) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      if constexpr (kPacked) {
+        const uint32_t row = static_cast<uint32_t>(expert * a.w.n) + row_of(a, column_tile, h * 8 + group());
+        word_offset[h] = row * static_cast<uint32_t>(a.w.groups) & 3u;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i][j] = 0.f;
+    }
   }
 
-  // x of eight k's, paired as the weights of that octet are.
-  __device__ static void load_octet(const T* x, int octet, uint32_t* out) {
-    Vec4 v = {{0, 0, 0, 0}};
-    if (x != nullptr) v = reinterpret_cast<const Vec4*>(x)[octet];
+  // Scales and what unpacking subtracts, of group g, out of a stage.
+  __device__ void read_groups(const char* stage, uint32_t g, float* scales, uint32_t* minus) const {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(stage + kHalves * 512) + (kScale == ScaleMode::per_chunk ? group() : lane());
+    constexpr int kApart = kWords / kHalves;
+    if (a.w.scale_dtype == DType::f32) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) scales[h] = as_float(words[h * kApart]);
+    } else {
+      const bool bf16 = a.w.scale_dtype == DType::bf16;
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        const uint32_t bits = words[h * kApart] >> ((word_offset[h] + g) % 2 * 16);
+        scales[h] = bf16 ? as_float(bits << 16) : sm80::half_to_float(bits);
+      }
+    }
+    if (a.w.zeros == nullptr) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) minus[h] = minus_of(kKind == WeightKind::int4 ? 8 : 128);
+    } else {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) minus[h] = minus_of((words[kWords + h * kApart] >> ((word_offset[h] + g) % 4 * 8)) & 0xffu);
+    }
+  }
+  __device__ static uint32_t minus_of(uint32_t zero) {
+    return kKind == WeightKind::int4 ? sm80::minus_int4<T>(static_cast<int>(zero)) : sm80::minus_int8<T>(static_cast<int>(zero));
+  }
+
+  // Pairs of eight x as the weights of that octet are paired.
+  __device__ static void pair_up(const Vec4& v, uint32_t* out) {
     if constexpr (kKind == WeightKind::int4) {  // (0, 4), (1, 5), (2, 6), (3, 7)
       out[0] = sm80::low_halves(v.w[0], v.w[2]);
       out[1] = sm80::high_halves(v.w[0], v.w[2]);
@@ -99,8 +159,9 @@ struct DecodeWarp {
   }
 
   // Pairs of eight weights: octet q of a lane's codes.
-  __device__ void unpack(const Vec4& codes, int q, uint32_t minus, const sm80::Scale<T, kOwnType>& scale, uint32_t* out) const {
-    if constexpr (kKind == WeightKind::dense) {
+  template <class Scale>
+  __device__ static void unpack(const Vec4& codes, int q, uint32_t minus, const Scale& scale, uint32_t* out) {
+    if constexpr (!kPacked) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) out[j] = codes.w[j];
     } else {
@@ -110,164 +171,222 @@ struct DecodeWarp {
         sm80::unpack_int8<T>(codes.w[2 * q], minus, out);
         sm80::unpack_int8<T>(codes.w[2 * q + 1], minus, out + 2);
       }
-      if constexpr (kScale == ScaleMode::per_lane) {
+      if constexpr (kScale != ScaleMode::per_chunk) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) out[j] = scale.times(out[j]);
       }
     }
   }
 
-  __device__ void multiply(int chunk, const Chunk& c) {
-    const bool inside = chunk * kChunk + quad() * kLane < a.w.k;
-    const T* x_from[kTokenTiles];
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) x_from[t] = inside && x_data[t] != nullptr ? x_data[t] + chunk * kChunk : nullptr;
-    uint32_t minus[kHalves];
-    sm80::Scale<T, kOwnType> scale[kHalves];
-    float part[kRowTiles][kTokenTiles][4] = {};
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      if constexpr (kKind == WeightKind::int4) minus[h] = sm80::minus_int4<T>(c.zero[h]);
-      if constexpr (kKind == WeightKind::int8) minus[h] = sm80::minus_int8<T>(c.zero[h]);
-      if constexpr (kKind == WeightKind::dense) minus[h] = 0;
-      if constexpr (kKind != WeightKind::dense) scale[h] = sm80::Scale<T, kOwnType>(c.scale[h]);
-    }
+  __device__ void multiply(int chunk, const char* stage) {
+    const int k = chunk * kChunk + quad() * kLane;
+    Vec4 from_x[kLane / 8], codes[kHalves];
 #pragma unroll
     for (int q = 0; q < kLane / 8; ++q) {
-      uint32_t x[kTokenTiles][4];
+      from_x[q] = {{0, 0, 0, 0}};
+      if (x != nullptr && k < a.w.k) from_x[q] = reinterpret_cast<const Vec4*>(x + chunk * kChunk)[q];
+    }
+    using Scale = sm80::Scale<T, kScale == ScaleMode::per_lane>;
+    float scales[kHalves] = {};
+    uint32_t minus[kHalves] = {};
+    Scale times[kHalves];
 #pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) load_octet(x_from[t], q, x[t]);
+    for (int h = 0; h < kHalves; ++h) codes[h] = *reinterpret_cast<const Vec4*>(stage + h * 512 + lane() * 16);
+    if constexpr (kPacked) {
+      read_groups(stage, group_of(a, kScale == ScaleMode::per_chunk ? chunk * kChunk : (k < a.w.k ? k : 0)), scales, minus);
+      if constexpr (kScale != ScaleMode::per_chunk) {
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) times[h] = Scale(scales[h]);
+      }
+    }
+    float part[kRowTiles][4] = {};
+#pragma unroll
+    for (int q = 0; q < kLane / 8; ++q) {
+      uint32_t b[4];
+      pair_up(from_x[q], b);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         uint32_t top[4], bottom[4];
-        unpack(c.codes[2 * i], q, minus[2 * i], scale[2 * i], top);
-        unpack(c.codes[2 * i + 1], q, minus[2 * i + 1], scale[2 * i + 1], bottom);
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-          float* to = kScale == ScaleMode::per_chunk ? part[i][t] : sums[i][t];
-          P::mma(to, top[0], bottom[0], top[1], bottom[1], x[t][0], x[t][1]);
-          P::mma(to, top[2], bottom[2], top[3], bottom[3], x[t][2], x[t][3]);
-        }
+        unpack(codes[2 * i], q, minus[2 * i], times[2 * i], top);
+        unpack(codes[2 * i + 1], q, minus[2 * i + 1], times[2 * i + 1], bottom);
+        float* to = kScale == ScaleMode::per_chunk ? part[i] : sums[i];
+        P::mma(to, top[0], bottom[0], top[1], bottom[1], b[0], b[1]);
+        P::mma(to, top[2], bottom[2], top[3], bottom[3], b[2], b[3]);
       }
     }
     if constexpr (kScale == ScaleMode::per_chunk) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) sums[i][t][j] = fmaf(c.scale[2 * i + j / 2], part[i][t][j], sums[i][t][j]);
-        }
+        for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(scales[2 * i + j / 2], part[i][j], sums[i][j]);
       }
     }
   }
 };
 
-template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale, bool kOwnType>
-__global__ void __launch_bounds__(32 * kDecodeWarps, 2) decode_kernel(GemmArgs a, uint32_t column_tiles) {
-  using Warp = DecodeWarp<T, kKind, kTokenTiles, kRowTiles, kScale, kOwnType>;
-  constexpr int kTokens = 8 * kTokenTiles, kRows = 16 * kRowTiles;
-  __shared__ float partial[kDecodeWarps][kTokens][kRows + 1];
-  __shared__ int32_t rows[kTokens];
-  const int64_t row_block = blockIdx.x / column_tiles, column_tile = blockIdx.x % column_tiles;
-  const int64_t expert = a.blocks.experts[row_block];
-  if (expert < 0) return;
-  if (threadIdx.x < kTokens) {
-    const int32_t row = a.blocks.rows[row_block * kTokens + threadIdx.x];
-    rows[threadIdx.x] = row >= 0 && row < a.blocks.row_count ? row : -1;
-  }
-  __syncthreads();
-  const int64_t n0 = column_tile * (a.gated ? kRows / 2 : kRows);
-  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
+// The row blocks that a decode kernel works through: those of the sort, or made here from at most 32 ids, one block of each kind of
+// expert in the order of their first slots.
+struct DecodeBlocks {
+  const int32_t *rows, *experts;
+  int used;
+};
 
-  const int chunks = static_cast<int>((a.w.k + Warp::kChunk - 1) / Warp::kChunk), share = (chunks + warps - 1) / warps;
-  const int begin = warp * share, end = begin + share < chunks ? begin + share : chunks;
-  Warp w(a, expert, n0, rows);
-  // Chunks in flight per warp.
-  constexpr int kAhead = 2;
-  typename Warp::Chunk ring[kAhead];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (begin + i < end) w.load(begin + i, ring[i]);
-  }
-  for (int chunk = begin; chunk < end; chunk += kAhead) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (chunk + i >= end) continue;
-      const typename Warp::Chunk current = ring[i];
-      if (chunk + i + kAhead < end) w.load(chunk + i + kAhead, ring[i]);
-      w.multiply(chunk + i, current);
+__device__ inline DecodeBlocks decode_blocks(const GemmArgs& a) {
+  __shared__ int32_t rows[kDirectSlots * kDecodeTokens], experts[kDirectSlots];
+  __shared__ int used;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (a.direct_slots == 0) {
+    int count = 0;
+    for (int64_t base = 0; base < a.blocks.blocks; base += kDecodeThreads) {
+      count += __syncthreads_count(base + thread < a.blocks.blocks && a.blocks.experts[base + thread] >= 0);
     }
+    return {a.blocks.rows, a.blocks.experts, count};
   }
-  // c[0..1]: weight row g, tokens 2q and 2q + 1; c[2..3]: weight row g + 8.
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) partial[warp][t * 8 + Warp::quad() * 2 + j % 2][i * 16 + j / 2 * 8 + Warp::group()] = w.sums[i][t][j];
+  if (thread < 32) {
+    const int expert = thread < a.direct_slots ? a.route.local_expert(thread) : -1;
+    for (int i = thread; i < kDirectSlots * kDecodeTokens; i += 32) rows[i] = -1;
+    __syncwarp();
+    uint32_t same = __match_any_sync(0xffffffffu, expert);
+    const int rank = __popc(same & ((1u << thread) - 1));
+    const bool leads = expert >= 0 && rank % kDecodeTokens == 0;
+    const uint32_t leaders = __ballot_sync(0xffffffffu, leads);
+    if (expert >= 0) {
+      for (int i = rank / kDecodeTokens * kDecodeTokens; i > 0; --i) same &= same - 1;
+      const int block = __popc(leaders & ((same & -same) - 1));  // of the slot that leads this one's block
+      rows[block * kDecodeTokens + rank % kDecodeTokens] = thread;
+      if (leads) experts[block] = expert;
     }
+    if (thread == 0) used = __popc(leaders);
   }
   __syncthreads();
-  // A thread: one token, weight rows r, r + 1, r + 8, r + 9.
-  for (int i = threadIdx.x; i < kTokens * kRowTiles * 4; i += static_cast<int>(blockDim.x)) {
-    const int token = i / (kRowTiles * 4), r = i % (kRowTiles * 4) / 4 * 16 + i % 4 * 2;
-    if (rows[token] < 0) continue;
+  return {rows, experts, used};
+}
+
+// A tile's row block and place among the tiles of weight rows.
+struct DecodePlace {
+  uint32_t block, column_tile;
+
+  __device__ DecodePlace(int64_t tile, uint32_t column_tiles)
+      : block(static_cast<uint32_t>(tile / column_tiles)), column_tile(static_cast<uint32_t>(tile % column_tiles)) {}
+  __device__ void step(uint32_t column_tiles) {
+    if (++column_tile == column_tiles) column_tile = 0, ++block;
+  }
+};
+
+template <class T, WeightKind kKind, int kRowTiles, ScaleMode kScale>
+__global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks) decode_kernel(GemmArgs a, uint32_t column_tiles) {
+  using D = Decode<T, kKind, kRowTiles, kScale>;
+  constexpr int kRows = D::kRows, kStages = D::kStages;
+  __shared__ float partial[2][kDecodeWarps][kDecodeTokens][kRows + 1];
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  char* ring = dynamic_shared<char>() + warp * kStages * D::kStageBytes;
+  if (a.wait_early) wait_for_previous();
+  const DecodeBlocks blocks = decode_blocks(a);
+  const int64_t tiles = static_cast<int64_t>(blocks.used) * column_tiles;
+  const int64_t first = tiles * blockIdx.x / gridDim.x, last = tiles * (blockIdx.x + 1) / gridDim.x;
+  const int chunks = static_cast<int>((a.w.k + D::kChunk - 1) / D::kChunk);
+
+  // Warp w takes chunks w, w + kDecodeWarps, ... of every tile.
+  typename D::Loader loader;
+  DecodePlace from(first, column_tiles), at = from;
+  int load_tiles = warp < chunks ? static_cast<int>(last - first) : 0, load_chunk = warp, load_stage = 0;
+  const auto load = [&] {
+    if (load_tiles > 0) {
+      if (load_chunk == warp) loader.begin_tile(a, blocks.experts[from.block], from.column_tile);
+      loader.copy(a, load_chunk, ring + load_stage * D::kStageBytes);
+      load_chunk += kDecodeWarps;
+      if (load_chunk >= chunks) {
+        load_chunk = warp, --load_tiles;
+        from.step(column_tiles);
+      }
+    }
+    load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
+    sm80::commit_async();
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) load();
+  if (!a.wait_early) wait_for_previous();
+  let_next_start();
+
+  D d(a);
+  int stage = 0;
+  for (int tiles_left = static_cast<int>(last - first); tiles_left > 0; --tiles_left, at.step(column_tiles)) {
+    const int64_t block = at.block, expert = blocks.experts[block];
+    const uint32_t column_tile = at.column_tile;
+    const auto row_at = [&](int token) {
+      const int32_t row = blocks.rows[block * kDecodeTokens + token];
+      return row < a.blocks.row_count ? row : -1;
+    };
+    d.begin_tile(expert, column_tile);
+    const int32_t row = row_at(D::group());
+    d.x = row < 0 ? nullptr : static_cast<const T*>(a.x) + static_cast<int64_t>(row / a.row_divisor) * a.x_stride + D::quad() * D::kLane;
+    for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {
+      sm80::wait_async<kStages - 2>();
+      __syncwarp();  // the copies of this stage are there, and nobody reads the one that is filled next
+      load();
+      d.multiply(chunk, ring + stage * D::kStageBytes);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    // c[0..1]: weight row g, tokens 2q and 2q + 1; c[2..3]: weight row g + 8. Two buffers: a tile later there was a barrier.
+    const int buffer = tiles_left % 2;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) partial[buffer][warp][D::quad() * 2 + j % 2][i * 16 + j / 2 * 8 + D::group()] = d.sums[i][j];
+    }
+    __syncthreads();
+    // A thread: one token, weight rows r, r + 1, r + 8, r + 9.
+    if (threadIdx.x >= kDecodeTokens * kRowTiles * 4) continue;
+    const int token = static_cast<int>(threadIdx.x) / (kRowTiles * 4), i = static_cast<int>(threadIdx.x) % (kRowTiles * 4);
+    const int32_t out_row = row_at(token);
+    if (out_row < 0) continue;
+    const int r = i / 4 * 16 + i % 4 * 2;
     float v[4] = {};
-    for (int p = 0; p < warps; ++p) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] += partial[p][token][r + j % 2 + j / 2 * 8];
+    for (int p = 0; p < kDecodeWarps; ++p) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] += partial[buffer][p][token][r + j % 2 + j / 2 * 8];
     }
-    finish(a, expert, rows[token], n0, r, v[0], v[1], v[2], v[3]);
+    finish(a, expert, out_row, static_cast<int64_t>(column_tile) * (a.gated ? kRows / 2 : kRows), r, v[0], v[1], v[2], v[3]);
   }
 }
 
-template <class T, WeightKind kKind, int kTokenTiles, int kRowTiles, ScaleMode kScale, bool kOwnType>
+template <class T, WeightKind kKind, int kRowTiles, ScaleMode kScale>
 Status launch_decode_kernel(const GemmArgs& a, Stream stream) {
-  const int64_t width = a.gated ? 8 * kRowTiles : 16 * kRowTiles, tiles = ceil_div(a.columns, width), blocks = a.blocks.blocks * tiles;
-  const int warps = blocks * 4 < 16 * multiprocessors() ? kDecodeWarps : kDecodeWarps / 2;
-  return launch("decode_kernel", decode_kernel<T, kKind, kTokenTiles, kRowTiles, kScale, kOwnType>, blocks, 32 * warps, 0, stream, a,
-                static_cast<uint32_t>(tiles));
+  using D = Decode<T, kKind, kRowTiles, kScale>;
+  const int64_t tiles = ceil_div(a.columns, a.gated ? D::kRows / 2 : D::kRows), most = kDecodeBlocks * multiprocessors();
+  const int64_t blocks = a.blocks.blocks * tiles < most ? a.blocks.blocks * tiles : most;
+  return launch_after("decode_kernel", decode_kernel<T, kKind, kRowTiles, kScale>, blocks, kDecodeThreads, D::kSharedBytes, stream, a,
+                      static_cast<uint32_t>(tiles));
 }
 
-template <class T, WeightKind kKind, ScaleMode kScale, bool kOwnType>
-Status launch_decode_rows(const GemmArgs& a, int block_rows, Stream stream) {
-  // Narrow tiles where wide ones would leave multiprocessors idle.
-  const bool narrow = a.blocks.blocks * ceil_div(a.columns, a.gated ? 16 : 32) < multiprocessors();
-  if (block_rows == 8) {
-    return narrow ? launch_decode_kernel<T, kKind, 1, 1, kScale, kOwnType>(a, stream)
-                  : launch_decode_kernel<T, kKind, 1, 2, kScale, kOwnType>(a, stream);
-  }
-  if (block_rows == 16) {
-    return narrow ? launch_decode_kernel<T, kKind, 2, 1, kScale, kOwnType>(a, stream)
-                  : launch_decode_kernel<T, kKind, 2, 2, kScale, kOwnType>(a, stream);
-  }
-  return make_error(Code::internal, "decode_kernel has no form for blocks of %d rows", block_rows);
-}
-
-template <class T, WeightKind kKind, bool kOwnType>
-Status launch_decode_scales(const GemmArgs& a, int block_rows, Stream stream) {
-  if (a.w.group_size % DecodeShape<kKind>::kChunk == 0 || a.w.groups == 1) {
-    return launch_decode_rows<T, kKind, ScaleMode::per_chunk, kOwnType>(a, block_rows, stream);
-  }
-  return launch_decode_rows<T, kKind, ScaleMode::per_lane, kOwnType>(a, block_rows, stream);
+// Tiles of 32 weight rows, or of 16 where these spread better over the blocks.
+template <class T, WeightKind kKind, ScaleMode kScale>
+Status launch_decode_rows(const GemmArgs& a, Stream stream) {
+  const int64_t narrow = a.blocks.blocks * ceil_div(a.columns, a.gated ? 8 : 16), most = kDecodeBlocks * multiprocessors();
+  const int64_t narrow_turns = ceil_div(narrow, most), wide_turns = 2 * ceil_div(ceil_div(narrow, 2), most);
+  if (narrow_turns * 10 < wide_turns * 9) return launch_decode_kernel<T, kKind, 1, kScale>(a, stream);
+  return launch_decode_kernel<T, kKind, 2, kScale>(a, stream);
 }
 
 template <class T, WeightKind kKind>
-Status launch_decode_packed(const GemmArgs& a, int block_rows, Stream stream) {
-  return sm80::is_type<T>(a.w.scale_dtype) ? launch_decode_scales<T, kKind, true>(a, block_rows, stream)
-                                           : launch_decode_scales<T, kKind, false>(a, block_rows, stream);
+Status launch_decode_packed(const GemmArgs& a, Stream stream) {
+  if (a.w.group_size % Decode<T, kKind, 1, ScaleMode::per_chunk>::kChunk == 0 || a.w.groups == 1) {
+    return launch_decode_rows<T, kKind, ScaleMode::per_chunk>(a, stream);
+  }
+  return sm80::is_type<T>(a.w.scale_dtype) ? launch_decode_rows<T, kKind, ScaleMode::per_lane>(a, stream)
+                                           : launch_decode_rows<T, kKind, ScaleMode::per_lane_wide>(a, stream);
 }
 
 template <class T>
-Status launch_decode(const GemmArgs& a, int block_rows, Stream stream) {
+Status launch_decode(const GemmArgs& a, Stream stream) {
   switch (kind_of(a.w)) {
     case WeightKind::dense:
-      return launch_decode_rows<T, WeightKind::dense, ScaleMode::none, true>(a, block_rows, stream);
+      return launch_decode_rows<T, WeightKind::dense, ScaleMode::none>(a, stream);
     case WeightKind::int4:
-      return launch_decode_packed<T, WeightKind::int4>(a, block_rows, stream);
+      return launch_decode_packed<T, WeightKind::int4>(a, stream);
     case WeightKind::int8:
-      return launch_decode_packed<T, WeightKind::int8>(a, block_rows, stream);
+      return launch_decode_packed<T, WeightKind::int8>(a, stream);
   }
   return {};
 }

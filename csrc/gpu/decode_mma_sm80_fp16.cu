@@ -3,6 +3,6 @@
 
 namespace int4_emu::gpu {
 
-Status launch_decode_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream) { return launch_decode<Fp16>(a, block_rows, stream); }
+Status launch_decode_mma_sm80_fp16(const GemmArgs& a, Stream stream) { return launch_decode<Fp16>(a, stream); }
 
 }  // namespace int4_emu::gpu

@@ -32,6 +32,10 @@ struct GemmArgs {
   ActivationSpec activation;
   bool w_vector = false;  // weights come in 16-byte units inside one group
   int group_shift = -1;   // log2 of the group size where it is a power of two
+  // The decode path alone:
+  DeviceRoute route = {};
+  int direct_slots = 0;    // above 0: no sort was run, and so many slots find their experts by `route`
+  bool wait_early = true;  // the kernel before must end before weights and routing are read, not only before x is
 };
 
 // Group of column k, without a division where that can be.
@@ -43,15 +47,22 @@ __device__ inline uint32_t group_of(const GemmArgs& a, int k) {
 constexpr int kFmaRows[] = {16, 64, 0};
 constexpr int kStreamRows[] = {16, 32, 64, 0};
 constexpr int kMmaRows[] = {16, 32, 64, 128, 0};
-constexpr int kDecodeRows[] = {8, 16, 0};
+constexpr int kDenseRows[] = {16, 64, 128, 0};
+constexpr int kDecodeRows[] = {8, 0};
+
+constexpr int64_t kDecodeAverage = 8;  // rows per expert up to which packed weights take the decode path
+constexpr int64_t kDecodeDense = 8;    // rows in all up to which dense ones do
+constexpr int64_t kDirectSlots = 32;   // slots up to which it needs no sort
 
 Status launch_gemm_fma(const GemmArgs& a, int block_rows, Stream stream);
 
 // mma.sync m16n8k16 kernels for x in one dtype, in translation units of their own; absent from a build for other vendors.
 Status launch_gemm_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream stream);
 Status launch_gemm_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
-Status launch_decode_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream stream);
-Status launch_decode_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_dense_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_dense_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_decode_mma_sm80_bf16(const GemmArgs& a, Stream stream);
+Status launch_decode_mma_sm80_fp16(const GemmArgs& a, Stream stream);
 
 // AMD's matrix instructions (stream.cuh), likewise. They take what stream_refuses() in select.cu lets through.
 Status launch_gemm_mfma_gfx9_bf16(const GemmArgs& a, int block_rows, Stream stream);

@@ -7,7 +7,16 @@ namespace int4_emu::gpu::sm80 {
 
 __device__ inline void copy_async_16(void* shared, const void* global, bool inside) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global), "r"(inside ? 16 : 0));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global), "r"(inside ? 16 : 0) : "memory");
+}
+// The same, and a sign to the L2 that the rest of the 128-byte line is wanted too.
+__device__ inline void copy_async_16_line(void* shared, const void* global, bool inside) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ inline void copy_async_4(void* shared, const void* global) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(global) : "memory");
 }
 __device__ inline void commit_async() { asm volatile("cp.async.commit_group;\n"); }
 template <int kNewest>
@@ -85,17 +94,25 @@ __device__ inline uint32_t splat(float f) {
 // kBase + nibble j and kBase + nibble j + 4 of a word, exact in both types.
 template <class T>
 __device__ inline uint32_t nibble_pair(uint32_t word, int j) {
-  return ((word >> (4 * j)) & 0x000f000fu) | Pair<T>::kMagic;
+  uint32_t out;  // (word & 0x000f000f) | kMagic in one instruction
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(out) : "r"(word >> (4 * j)), "n"(0x000f000f), "r"(Pair<T>::kMagic));
+  return out;
 }
 
-// What unpack_int4 and unpack_int8 subtract.
+// What unpack_int4 and unpack_int8 subtract: -(kBase + zero), in whose last bits a zero point below 128 fits, and -zero.
 template <class T>
 __device__ inline uint32_t minus_int4(int zero) {
-  return splat<T>(-Pair<T>::kBase - static_cast<float>(zero));
+  return (Pair<T>::kMagic | 0x80008000u) + static_cast<uint32_t>(zero) * 0x00010001u;
 }
 template <class T>
 __device__ inline uint32_t minus_int8(int zero) {
   return splat<T>(-static_cast<float>(zero));
+}
+
+__device__ inline float half_to_float(uint32_t bits) {
+  float f;
+  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }\n" : "=f"(f) : "r"(bits));
+  return f;
 }
 
 // code - zero of a word of eight 4-bit codes, exact: pairs (0, 4), (1, 5), (2, 6), (3, 7).

@@ -15,6 +15,7 @@ bool is_gated(Activation kind) { return static_cast<int32_t>(kind) < 16; }
 // A thread: four neighbouring columns.
 __global__ void __launch_bounds__(kThreads) moe_sum_kernel(DeviceRoute route, const float* y, const float* topk_weights, int64_t topk,
                                                            int64_t hidden, int64_t column_blocks, void* out, DType dtype) {
+  wait_for_previous();
   const int64_t token = blockIdx.x / column_blocks;
   const int64_t column = (blockIdx.x % column_blocks * kThreads + threadIdx.x) * 4;
   if (column >= hidden) return;
@@ -119,15 +120,22 @@ Status fused_moe(const MoeProblem& p, void* workspace, size_t bytes, void* strea
     if (Status s = make_plan(atom, projections, 2, layer.slots, p.w13.experts, &plan); !s) return s;
     const int64_t blocks = worst_blocks(layer.slots, p.w13.experts, plan.block_rows);
     const SortTarget target{layer.rows, layer.block_experts, nullptr, nullptr, blocks, plan.block_rows};
-    if (Status s = launch_sort_by_expert(route, layer.slots, target, layer.sort, stream); !s) return s;
+    const bool direct =
+        plan.path == Path::decode && layer.slots <= kDirectSlots && !needs_gather(projections[0]) && !needs_gather(projections[1]);
+    if (!direct) {
+      if (Status s = launch_sort_by_expert(route, layer.slots, target, layer.sort, stream); !s) return s;
+    }
     for (GemmArgs& a : projections) {
       a.blocks = {layer.rows, layer.block_experts, blocks, layer.slots};
+      a.route = route;
+      a.direct_slots = direct ? static_cast<int>(layer.slots) : 0;
+      a.wait_early = &a == projections;
       if (Status s = launch_gather(a, plan.block_rows, layer.gathered, stream); !s) return s;
       if (Status s = launch_gemm(a, plan, stream); !s) return s;
     }
   }
   const int64_t column_blocks = ceil_div(p.hidden, kThreads * 4), sum_blocks = p.tokens * column_blocks;
-  return launch("moe_sum_kernel", moe_sum_kernel, sum_blocks, kThreads, 0, stream, route, layer.y,
+  return launch_after("moe_sum_kernel", moe_sum_kernel, sum_blocks, kThreads, 0, stream, route, layer.y,
                 p.weight_on_input ? nullptr : p.topk_weights, p.topk, p.hidden, column_blocks, p.out,
                 p.out_is_f32 ? DType::f32 : p.dtype);
 }

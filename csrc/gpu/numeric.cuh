@@ -84,19 +84,41 @@ __device__ inline uint32_t pack_pair(float low, float high) {
   return static_cast<uint32_t>(rounded<T>(low).bits) | static_cast<uint32_t>(rounded<T>(high).bits) << 16;
 }
 
-// Eight floats to eight elements at p[i..i + 8), in 16-byte stores; p + i must be 16-byte aligned.
+// Eight floats to eight elements, in 16-byte stores; `to` must be 16-byte aligned.
+__device__ inline void store_eight(float* to, const float* f) {
+  Vec4* v = reinterpret_cast<Vec4*>(to);
+  v[0] = {{as_bits(f[0]), as_bits(f[1]), as_bits(f[2]), as_bits(f[3])}};
+  v[1] = {{as_bits(f[4]), as_bits(f[5]), as_bits(f[6]), as_bits(f[7])}};
+}
+template <class T>
+__device__ inline void store_eight(T* to, const float* f) {
+  Vec4 v;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) v.w[j] = pack_pair<T>(f[2 * j], f[2 * j + 1]);
+  *reinterpret_cast<Vec4*>(to) = v;
+}
+
+// The same at p[i..i + 8) of a type known at run time, and eight floats from there, in 16-byte loads.
 __device__ inline void store_eight(void* p, DType type, int64_t i, const float* f) {
+  if (type == DType::f32) return store_eight(static_cast<float*>(p) + i, f);
+  if (type == DType::bf16) return store_eight(static_cast<Bf16*>(p) + i, f);
+  store_eight(static_cast<Fp16*>(p) + i, f);
+}
+__device__ inline void load_eight(const void* p, DType type, int64_t i, float* f) {
   if (type == DType::f32) {
-    Vec4* to = reinterpret_cast<Vec4*>(static_cast<float*>(p) + i);
-    to[0] = {{as_bits(f[0]), as_bits(f[1]), as_bits(f[2]), as_bits(f[3])}};
-    to[1] = {{as_bits(f[4]), as_bits(f[5]), as_bits(f[6]), as_bits(f[7])}};
+    const Vec4* v = reinterpret_cast<const Vec4*>(static_cast<const float*>(p) + i);
+    const Vec4 low = v[0], high = v[1];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) f[j] = as_float(low.w[j]), f[4 + j] = as_float(high.w[j]);
     return;
   }
-  Vec4 v;
+  const Vec4 v = *reinterpret_cast<const Vec4*>(static_cast<const uint16_t*>(p) + i);
+#pragma unroll
   for (int j = 0; j < 4; ++j) {
-    v.w[j] = type == DType::bf16 ? pack_pair<Bf16>(f[2 * j], f[2 * j + 1]) : pack_pair<Fp16>(f[2 * j], f[2 * j + 1]);
+    const uint16_t low = static_cast<uint16_t>(v.w[j]), high = static_cast<uint16_t>(v.w[j] >> 16);
+    f[2 * j] = type == DType::bf16 ? to_float(Bf16{low}) : to_float(Fp16{low});
+    f[2 * j + 1] = type == DType::bf16 ? to_float(Bf16{high}) : to_float(Fp16{high});
   }
-  *reinterpret_cast<Vec4*>(static_cast<uint16_t*>(p) + i) = v;
 }
 
 }  // namespace int4_emu::gpu

@@ -108,8 +108,10 @@ void reject_family(const Family& family, int device, const Device& d, DType x, c
 Status launch_family(const GemmArgs& a, const Plan& plan, Stream stream) {
   const bool bf16 = a.x_dtype == DType::bf16;
 #ifdef INT4_EMU_ATOM_MMA_SM80
-  if (plan.decode)
-    return bf16 ? launch_decode_mma_sm80_bf16(a, plan.block_rows, stream) : launch_decode_mma_sm80_fp16(a, plan.block_rows, stream);
+  if (plan.path == Path::decode) return bf16 ? launch_decode_mma_sm80_bf16(a, stream) : launch_decode_mma_sm80_fp16(a, stream);
+  if (plan.path == Path::dense) {
+    return bf16 ? launch_dense_mma_sm80_bf16(a, plan.block_rows, stream) : launch_dense_mma_sm80_fp16(a, plan.block_rows, stream);
+  }
 #endif
   const Family& family = family_of(plan.atom);
   const Launcher run = bf16 ? family.bf16 : family.fp16;
@@ -124,6 +126,14 @@ const char* stream_refuses(const GemmArgs& a) {
                       : "dense weights are not of x's dtype in aligned 16-byte units along k";
   }
   return a.w.packed && a.w.groups > 1 && a.w.group_size % 32 != 0 ? "groups are no multiple of 32" : nullptr;
+}
+
+// Whether scales and zero points may be read by aligned words of four bytes, as the decode path does.
+bool groups_in_words(const Weight& w) {
+  const int64_t count = w.experts * w.n * w.groups;
+  if (!w.packed) return true;
+  const bool scales = is_aligned(w.scales, 4) && (w.scale_dtype == DType::f32 || count % 2 == 0);
+  return scales && (w.zeros == nullptr || (is_aligned(w.zeros, 4) && count % 4 == 0));
 }
 
 // The smallest of a family's sizes that holds the average rows of an expert, else its largest.
@@ -224,7 +234,7 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
   if (choice.atom == Atom::automatic) return make_error(Code::unsupported, "%s", choice.rejections);
   const int64_t touched = rows < experts ? rows : experts, average = touched > 0 ? ceil_div(rows, touched) : 0;
   plan->atom = choice.atom;
-  plan->decode = false;
+  plan->path = Path::tiles;
   plan->fallback = nullptr;
   if (plan->atom == Atom::fma) {
     plan->block_rows = rows_for(kFmaRows, average);
@@ -235,9 +245,24 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
     plan->block_rows = rows_for(plan->fallback ? kFmaRows : kStreamRows, average);
     return {};
   }
-  plan->decode = average <= kDecodeRows[1];
-  for (int i = 0; i < count; ++i) plan->decode = plan->decode && projections[i].w_vector;
-  plan->block_rows = rows_for(plan->decode ? kDecodeRows : kMmaRows, average);
+  bool vector = true, dense = true, words = true;
+  for (int i = 0; i < count; ++i) {
+    vector = vector && projections[i].w_vector;
+    dense = dense && !projections[i].w.packed;
+    words = words && groups_in_words(projections[i].w);
+    // Where rows of x start, in units of 16 bytes.
+    dense = dense && rows / projections[i].row_divisor * (projections[i].x_stride / 8) <= UINT32_MAX;
+  }
+  if (vector && words && (dense ? rows <= kDecodeDense : average <= kDecodeAverage)) {
+    plan->path = Path::decode;
+    plan->block_rows = rows_for(kDecodeRows, average);
+  } else if (vector && dense) {
+    // Sizes that hold most experts: a second block of an expert would read its weights again.
+    plan->path = Path::dense;
+    plan->block_rows = rows_for(kDenseRows, average + average / 4);
+  } else {
+    plan->block_rows = rows_for(kMmaRows, average);
+  }
   return {};
 }
 

@@ -8,11 +8,14 @@ namespace int4_emu::gpu {
 // Fills what follows from pointers, strides and dtypes: out_pairs, w_vector.
 void describe_memory(GemmArgs& a);
 
+// mma_sm80 has kernels of its own for weights that come in 16-byte units along k: for few rows per expert, and for dense weights.
+enum class Path : int { tiles = 0, dense = 1, decode = 2 };
+
 // The kernels of one call, fixed before the row blocks are made, since these depend on them.
 struct Plan {
   Atom atom = Atom::fma;
   int block_rows = 16;
-  bool decode = false;             // every projection goes through the decode path
+  Path path = Path::tiles;
   const char* fallback = nullptr;  // why fma takes a projection in place of `atom`; null where it takes none
 };
 
