@@ -91,7 +91,9 @@ def test_a_remark_that_is_missing_is_no_zero() -> None:
 
 def test_metadata_is_read() -> None:
     found = parse.metadata(NOTES)
-    assert found["_Z1kv"] == parse.Metadata(64, 0, 296, 256, 64, ((0, 288), (288, 8)))
+    assert found["_Z1kv"] == parse.Metadata(
+        64, 0, 296, 256, 64, ((0, 288), (288, 8)), (("hidden_block_count_x", 296),)
+    )
     assert found["_Z1gv"] == parse.Metadata(0, 16, 0, 1024, 32, ())
 
 

@@ -59,12 +59,19 @@ def read_atoms(text: str) -> dict[str, tuple[str, list[str]]]:
 
 
 ATOMS = read_atoms((GPU / "atoms.txt").read_text(encoding="utf-8"))
-HIP_ATOMS = [name for name, (vendor, _) in ATOMS.items() if vendor == "hip"]
 
 
 def atom_of(name: str, atoms: Iterable[str] = ATOMS) -> str | None:
     """The family that a source file belongs to by its name."""
     return next((a for a in atoms if f"_{a}_" in name or f"_{a}." in name), None)
+
+
+# AMD's families, of which there are kernels.
+HIP_ATOMS = [
+    a
+    for a, (vendor, _) in ATOMS.items()
+    if vendor == "hip" and any(atom_of(p.name) == a for p in GPU.glob("*.cu"))
+]
 
 
 def sources_for(arch: str) -> list[Path]:

@@ -67,6 +67,7 @@ class Metadata:
     most_threads: int
     wave: int
     arguments: tuple[tuple[int, int], ...]  # offset and bytes of each
+    hidden: tuple[tuple[str, int], ...] = ()  # kind and offset of those that the compiler added
 
 
 def metadata(text: str) -> dict[str, Metadata]:
@@ -84,6 +85,7 @@ def metadata(text: str) -> dict[str, Metadata]:
         if not name:
             raise ValueError(f"a kernel without a name:\n{part}")
         visible = re.findall(r"\.offset: +(\d+)\s+\.size: +(\d+)\s+\.value_kind:(?! +hidden)", part)
+        hidden = re.findall(r"\.offset: +(\d+)\s+\.size: +\d+\s+\.value_kind: +(hidden_\w+)", part)
         kernels[name[1].strip("'")] = Metadata(
             lds=number("group_segment_fixed_size"),
             scratch=number("private_segment_fixed_size"),
@@ -91,6 +93,7 @@ def metadata(text: str) -> dict[str, Metadata]:
             most_threads=number("max_flat_workgroup_size"),
             wave=number("wavefront_size"),
             arguments=tuple((int(offset), int(size)) for offset, size in visible),
+            hidden=tuple((kind, int(offset)) for offset, kind in hidden),
         )
     return kernels
 
@@ -114,7 +117,10 @@ def disassembly(text: str) -> dict[str, list[Instruction]]:
     current: list[Instruction] = []
     for line in text.splitlines():
         if line.endswith(">:"):
-            current = functions.setdefault(line.partition("<")[2][:-2], [])
+            name = line.partition("<")[2][:-2]
+            current = (
+                [] if name == ".text" else functions.setdefault(name, [])
+            )  # the section itself, where it is empty
             continue
         said, comment, rest = line.partition(" // ")
         if not comment or not line.startswith("\t"):

@@ -1,0 +1,110 @@
+"""Loads an AMD code object into this process's memory, as a loader on a GPU would: segments, relocations, kernel descriptors."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from amd import parse
+
+R_AMDGPU_RELATIVE64 = 13
+S_NOP = 0xBF800000
+# Nothing here has caches: these would be all that an instruction-level emulator need not know.
+CACHE = re.compile(
+    r"^(buffer_(inv\w*|wb\w*|gl[01]_inv)|global_(inv|wb|wbinv)|s_dcache_(inv|wb)\w*|s_icache_inv|s_gl1_inv|s_prefetch\w*)$"
+)
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """The 64 bytes that describe a kernel to the hardware."""
+
+    lds: int
+    scratch: int
+    kernarg: int
+    entry: int  # address
+    rsrc2: int
+    properties: int
+
+    def user_registers(self, kernarg: int) -> list[int]:
+        """The scalar registers that a kernel starts with: the kernel's arguments, and zeros for what it may ask for besides."""
+        registers: list[int] = []
+        for bit, count in enumerate((4, 2, 2, 2, 2, 2, 1)):
+            if self.properties >> bit & 1:
+                value = kernarg if bit == 3 else 0
+                registers += [value & 0xFFFFFFFF, value >> 32][:count] if count <= 2 else [0] * count
+        return registers
+
+
+# What the emulator reads of a FLAT instruction and the hardware does not: the scalar address. 0x7f says that there is none.
+NO_ADDRESS = 0x7F << 16
+
+
+class CodeObject:
+    """One loaded object; the memory lives as long as it does."""
+
+    def __init__(self, path: Path, disassembly: str, notes: str) -> None:
+        self.image = path.read_bytes()
+        self.metadata = parse.metadata(notes)
+        header = struct.unpack_from("<QQQ", self.image, 24)
+        headers, count = header[1], struct.unpack_from("<H", self.image, 56)[0]
+        segments = [struct.unpack_from("<IIQQQQQQ", self.image, headers + 56 * i) for i in range(count)]
+        size = max(s[3] + s[6] for s in segments if s[0] == 1)
+        self.memory = mmap.mmap(-1, size + 4096)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.size = size
+        for kind, _, offset, address, _, held, _, _ in segments:
+            if kind == 1:
+                self.memory[address : address + held] = self.image[offset : offset + held]
+        dynamic = next(s for s in segments if s[0] == 2)
+        self._relocate(dynamic)
+        self.symbols = self._symbols(dynamic)
+        self.silenced = self._silence(disassembly)
+
+    def _entries(self, dynamic: tuple[int, ...]) -> dict[int, int]:
+        pairs = struct.iter_unpack("<QQ", self.image[dynamic[2] : dynamic[2] + dynamic[5] // 16 * 16])
+        return dict(pairs)
+
+    def _relocate(self, dynamic: tuple[int, ...]) -> None:
+        entries = self._entries(dynamic)
+        for at in range(entries.get(7, 0), entries.get(7, 0) + entries.get(8, 0), 24):
+            where, info, addend = struct.unpack_from("<QQq", self.memory, at)
+            if info & 0xFFFFFFFF != R_AMDGPU_RELATIVE64:
+                raise ValueError(f"relocation of type {info & 0xFFFFFFFF}")
+            struct.pack_into("<Q", self.memory, where, self.base + addend)
+
+    def _symbols(self, dynamic: tuple[int, ...]) -> dict[str, int]:
+        entries = self._entries(dynamic)
+        table, names, hashes = entries[6], entries[5], entries[4]
+        found = {}
+        for i in range(struct.unpack_from("<II", self.memory, hashes)[1]):
+            name, _, _, _, value, _ = struct.unpack_from("<IBBHQQ", self.memory, table + 24 * i)
+            end = self.memory.find(b"\0", names + name)
+            found[self.memory[names + name : end].decode()] = value
+        return found
+
+    def _silence(self, disassembly: str) -> int:
+        """Cache instructions become no operations; how many."""
+        count, wave = 0, next(iter(self.metadata.values())).wave
+        for code in parse.disassembly(disassembly).values():
+            for this, after in pairwise(code):
+                if CACHE.match(this.name):
+                    for at in range(this.address, after.address, 4):
+                        struct.pack_into("<I", self.memory, at, S_NOP)
+                    count += 1
+                if wave == 64 and this.name.startswith("flat_"):
+                    word = struct.unpack_from("<I", self.memory, this.address + 4)[0]
+                    struct.pack_into("<I", self.memory, this.address + 4, word | NO_ADDRESS)
+        return count
+
+    def descriptor(self, kernel: str) -> Descriptor:
+        """Of a kernel by its mangled name."""
+        at = self.symbols[f"{kernel}.kd"]
+        lds, scratch, kernarg, _, entry = struct.unpack_from("<IIIIq", self.memory, at)
+        _, _, rsrc2, properties = struct.unpack_from("<IIIH", self.memory, at + 44)
+        return Descriptor(lds, scratch, kernarg, self.base + at + entry, rsrc2, properties)
