@@ -1,7 +1,7 @@
 """A Python whose CPU torch says that it is a ROCm build, to take into a Debian tree or an image that has hipcc.
 
-No registry has a torch for ROCm. What the build asks of one is `torch.version.hip`, the headers, and the libraries c10_hip and torch_hip to
-name on the linker's command line: the headers are the CPU build's own, and the two libraries are empty.
+No registry has a torch for ROCm. What the build asks of one is `torch.version.hip`, and headers and libraries of the stable ABI, which
+are the same in every build.
 """
 
 from __future__ import annotations
@@ -141,9 +141,6 @@ def _dress(torch: Path) -> None:
         r"torch\.cuda\._is_compiled\(\) and torch\.version\.hip",
         "torch.version.hip",
     )
-    for name in ("c10_hip", "torch_hip"):
-        library = torch / "lib" / f"lib{name}.so"
-        subprocess.run(["cc", "-shared", "-nostdlib", "-x", "c", "/dev/null", "-o", str(library)], check=True)
 
 
 def _replace(path: Path, pattern: str, text: str) -> None:
