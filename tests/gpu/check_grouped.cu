@@ -5,7 +5,7 @@ namespace selfcheck {
 namespace {
 
 void check_case(const std::vector<int64_t>& offsets, int64_t rows, int64_t n, int64_t k, DType type, int bits, bool wide, gpu::Atom atom) {
-  if (!next_case()) return;
+  if (!next_case(type, bits)) return;
   Random random(static_cast<unsigned>(rows + n));
   const int64_t experts = static_cast<int64_t>(offsets.size()) - 1;
   HostWeight w = bits ? packed_weight(experts, n, k, bits, 32, type, true, 0, random) : dense_weight(experts, n, k, type, false, random);

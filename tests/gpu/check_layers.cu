@@ -29,7 +29,7 @@ HostWeight projection(const Case& c, int64_t n, int64_t k, bool first, Random& r
 }
 
 void check_case(const Case& c) {
-  if (!next_case()) return;
+  if (!next_case(c.dtype, c.bits)) return;
   Random random(static_cast<unsigned>(c.tokens * 31 + c.hidden));
   const bool gated = static_cast<int>(c.activation.kind) < 16;
   HostWeight w13 = projection(c, c.intermediate * (gated ? 2 : 1), c.hidden, true, random);

@@ -23,13 +23,17 @@ struct Report {
 };
 extern Report report;
 extern bool quick;
-extern bool kernels_only;  // each kernel, not each option
-extern int every;      // of the layer and grouped cases, one in so many runs,
-inline int phase = 0;  // starting with this one
+extern bool kernels_only;     // each kernel, not each option
+extern int every;             // of the layer and grouped cases, one in so many runs,
+inline int phase = 0;         // starting with this one,
+inline std::string only_for;  // and those of this dtype and bits alone ("bf16 4"), unless empty
+
+inline const char* dtype_text(DType t) { return t == DType::f32 ? "f32" : (t == DType::bf16 ? "bf16" : "fp16"); }
 
 // Whether the next case of those is to run.
-inline bool next_case() {
+inline bool next_case(DType type, int bits) {
   static int count = 0;
+  if (!only_for.empty() && only_for != dtype_text(type) + (" " + std::to_string(bits))) return false;
   return count++ % every == phase;
 }
 
@@ -52,12 +56,10 @@ inline void must(const Status& s, const char* what) {
 
 inline void synchronize() { must(INT4_EMU_RUNTIME(DeviceSynchronize)(), "synchronize"); }
 
-// fma, and the family that selection takes for this dtype where it is another.
+// fma, and whatever selection takes for this dtype and each problem where that can be another family.
 inline std::vector<gpu::Atom> atoms_for(DType type) {
-  std::vector<gpu::Atom> atoms{gpu::Atom::fma};
-  const gpu::Atom best = gpu::select_atom(0, type).atom;
-  if (best != gpu::Atom::fma) atoms.push_back(best);
-  return atoms;
+  if (gpu::select_atom(0, type).atom == gpu::Atom::fma) return {gpu::Atom::fma};
+  return {gpu::Atom::fma, gpu::Atom::automatic};
 }
 
 // Device memory between two guard zones, filled with 0xff (a NaN in every float type). On the host shim the allocator guards it.
@@ -138,8 +140,6 @@ inline std::vector<float> random_floats(size_t n, float scale, Random& random) {
   for (float& f : v) f = normal(random);
   return v;
 }
-
-inline const char* dtype_text(DType t) { return t == DType::f32 ? "f32" : (t == DType::bf16 ? "bf16" : "fp16"); }
 
 void check_formats();
 void check_align();

@@ -100,13 +100,18 @@ class Builder:
     def units(self, arch: str, gpu: Path = GPU) -> list[Unit]:
         """Everything the program of `arch` is made of."""
         families = sorted({family for path in gpu_sources(arch, gpu) if (family := family_of(path))})
-        device = [
-            *SIMT,
-            *(f"-D{m}" for m in MACROS[arch]),
+        device = [*COMMON, *SIMT, *(f"-D{m}" for m in MACROS[arch])]
+        device += [
             *(f"-DINT4_EMU_ATOM_{name.upper()}" for name in families),
+            f'-DINT4_EMU_GPU_ARCHS="{arch}"',
         ]
-        device += [f'-DINT4_EMU_GPU_ARCHS="{arch}"', "-x", "c++", "-O1", *PATTERN, *ALIGNMENT[self.kind]]
-        host = [*SIMT, "-x", "c++", "-O1"]
+        device += ["-x", "c++", *PATTERN, *ALIGNMENT[self.kind]]
+        host = (*COMMON, *SIMT, "-x", "c++", "-O1")
+
+        def level(path: Path) -> str:
+            # The unrolled loops of matrix families compile twice as fast so, and hardly run slower.
+            return "-O1" if family_of(path) in (None, "fma") else "-Og"
+
         cpu = [ROOT / "csrc/cpu" / f"{name}.cpp" for name in ("canonical", "repack", "prepack", "align")]
         host_list = [
             *sorted((ROOT / "csrc/core").glob("*.cpp")),
@@ -114,13 +119,9 @@ class Builder:
             *sorted((ROOT / "tests/gpu").glob("check_*.cu")),
             HERE / "main.cpp",
         ]
-        engine = [
-            Unit(HERE / f"{name}.cpp", (*COMMON, *SIMT, "-O2"))
-            for name in ("engine", "matrix", "runtime", "symbols")
-        ]
         return [
-            *(Unit(path, (*COMMON, *device)) for path in gpu_sources(arch, gpu)),
-            *(Unit(path, (*COMMON, *host)) for path in host_list),
+            *(Unit(path, (*device, level(path))) for path in gpu_sources(arch, gpu)),
+            *(Unit(path, host) for path in host_list),
             *self.engine,
         ]
 
