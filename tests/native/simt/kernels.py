@@ -51,14 +51,14 @@ def of_code_objects(paths: Iterable[Path]) -> set[str]:
 
 
 def of_program(path: Path) -> set[str]:
-    """Kernels that a shim program compiled: its functions named so, without lambdas in them and parts that the compiler split off."""
+    """Kernels that a shim program compiled: functions named so, without launchers, lambdas, and parts that the compiler split off."""
     functions = demangled(name for name, kind in symbols(path) if kind == STT_FUNC and "_kernel" in name)
     whole = {
         name
         for name in functions
         if "int4_emu::gpu::" in name and "{lambda" not in name and "[clone" not in name
     }
-    return {name for name in whole if base_name(name).endswith("_kernel")}
+    return {n for n in whole if base_name(n).endswith("_kernel") and not base_name(n).startswith("launch_")}
 
 
 def base_name(name: str) -> str:
@@ -68,11 +68,11 @@ def base_name(name: str) -> str:
     return head.split("::")[-1].split(" ")[-1]
 
 
-def difference(ours: set[str], theirs: set[str]) -> list[str]:
-    """Lines that say which kernels only one side has."""
+def difference(ours: set[str], theirs: set[str], where: str) -> list[str]:
+    """Lines that say which kernels only one side has; `where` names theirs."""
     return [
-        *(f"only in the code objects: {name}" for name in sorted(theirs - ours)),
-        *(f"only in the shim: {name}" for name in sorted(ours - theirs)),
+        *(f"only {where}: {name}" for name in sorted(theirs - ours)),
+        *(f"not {where}: {name}" for name in sorted(ours - theirs)),
     ]
 
 
@@ -84,7 +84,7 @@ def main() -> int:
     print(
         "\n".join(
             [
-                *difference(ours, theirs),
+                *difference(ours, theirs, "in the code objects"),
                 f"{arch}: {len(ours)} kernels in the shim, {len(theirs)} in the code objects",
             ]
         )
