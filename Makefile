@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.map') setup.py build_tools.py pyproject.toml python/int4_emu/schemas.inc
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.map' -o -name '*.cu' -o -name '*.cuh' -o -name atoms.txt) setup.py build_tools.py pyproject.toml python/int4_emu/schemas.inc
 
 .PHONY: run test bench lint dev clean amd-check cuda-check image-check sanitize
 
