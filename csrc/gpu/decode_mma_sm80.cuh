@@ -48,7 +48,8 @@ struct Decode {
   // Copies chunks to shared memory.
   struct Loader {
     const char* data;             // the expert's codes or elements
-    int64_t first_group;          // of the expert
+    const char *scales, *zeros;   // of the expert, down to a multiple of four
+    uint32_t first;               // its first group from there
     uint32_t row_bytes[kHalves];  // from there to the lane's rows: below 2^32, or w_vector is false
     uint32_t row_groups[kScale == ScaleMode::per_chunk ? 1 : kHalves];
 
@@ -56,7 +57,12 @@ struct Decode {
       constexpr int kBytes = kPacked ? 1 : 2;
       const uint32_t apart = static_cast<uint32_t>(a.w.n_stride * kBytes), groups = static_cast<uint32_t>(a.w.groups);
       data = static_cast<const char*>(a.w.data) + expert * a.w.expert_stride * kBytes;
-      first_group = expert * a.w.n * a.w.groups;
+      if constexpr (kPacked) {
+        const int64_t group0 = expert * a.w.n * a.w.groups, whole = group0 & ~int64_t{3};
+        scales = static_cast<const char*>(a.w.scales) + whole * (a.w.scale_dtype == DType::f32 ? 4 : 2);
+        zeros = reinterpret_cast<const char*>(a.w.zeros) + whole;
+        first = static_cast<uint32_t>(group0 - whole);
+      }
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
         const uint32_t row = row_of(a, column_tile, h * 8 + group());
@@ -66,26 +72,27 @@ struct Decode {
       if constexpr (kScale == ScaleMode::per_chunk) row_groups[0] = row_of(a, column_tile, lane() % kRows) * groups;
     }
 
-    __device__ void copy_words(const GemmArgs& a, char* stage, int at, int64_t index) const {
-      const int64_t scale_byte = a.w.scale_dtype == DType::f32 ? index * 4 : (index * 2 & ~int64_t{3});
+    __device__ void copy_words(const GemmArgs& a, char* stage, int at, uint32_t group) const {
+      const uint32_t scale_byte = a.w.scale_dtype == DType::f32 ? group * 4u : group * 2u & ~3u;
       char* words = stage + kHalves * 512 + at * 4;
-      sm80::copy_async_4(words, static_cast<const char*>(a.w.scales) + scale_byte);
-      if (a.w.zeros) sm80::copy_async_4(words + kWords * 4, a.w.zeros + (index & ~int64_t{3}));
+      sm80::copy_async_4(words, scales + scale_byte);
+      if (a.w.zeros) sm80::copy_async_4(words + kWords * 4, zeros + (group & ~3u));
     }
 
     __device__ void copy(const GemmArgs& a, int chunk, char* stage) const {
       const int k = chunk * kChunk + quad() * kLane;
-      const bool inside = k < a.w.k;
+      const bool inside = k < static_cast<int>(a.w.k);
       const int bytes = !inside ? 0 : (kKind == WeightKind::dense ? k * 2 : (kKind == WeightKind::int4 ? k / 2 : k));
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) sm80::copy_async_16_line(stage + h * 512 + lane() * 16, data + row_bytes[h] + bytes, inside);
       if constexpr (kPacked) {
-        const uint32_t g = group_of(a, kScale == ScaleMode::per_chunk ? chunk * kChunk : (inside ? k : 0));
+        const int first_k = kScale == ScaleMode::per_chunk ? chunk * kChunk : (inside ? k : 0);
+        const uint32_t g = first + (static_cast<uint32_t>(first_k) >> a.group_shift);
         if constexpr (kScale == ScaleMode::per_chunk) {
-          if (lane() < kRows) copy_words(a, stage, lane(), first_group + row_groups[0] + g);
+          if (lane() < kRows) copy_words(a, stage, lane(), row_groups[0] + g);
         } else {
 #pragma unroll
-          for (int h = 0; h < kHalves; ++h) copy_words(a, stage, h * 32 + lane(), first_group + row_groups[h] + g);
+          for (int h = 0; h < kHalves; ++h) copy_words(a, stage, h * 32 + lane(), row_groups[h] + g);
         }
       }
     }
@@ -124,8 +131,8 @@ struct Decode {
       const bool bf16 = a.w.scale_dtype == DType::bf16;
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
-        const uint32_t bits = words[h * kApart] >> ((word_offset[h] + g) % 2 * 16);
-        scales[h] = bf16 ? as_float(bits << 16) : sm80::half_to_float(bits);
+        const uint32_t bits = sm80::halfword_on_top(words[h * kApart], word_offset[h] + g);
+        scales[h] = bf16 ? as_float(bits) : sm80::half_to_float(bits >> 16);
       }
     }
     if (a.w.zeros == nullptr) {
@@ -133,7 +140,10 @@ struct Decode {
       for (int h = 0; h < kHalves; ++h) minus[h] = minus_of(kKind == WeightKind::int4 ? 8 : 128);
     } else {
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) minus[h] = minus_of((words[kWords + h * kApart] >> ((word_offset[h] + g) % 4 * 8)) & 0xffu);
+      for (int h = 0; h < kHalves; ++h) {
+        const uint32_t both = sm80::byte_twice(words[kWords + h * kApart], word_offset[h] + g);
+        minus[h] = kKind == WeightKind::int4 ? sm80::minus_int4_pair<T>(both) : sm80::minus_int8<T>(static_cast<int>(both & 0xffu));
+      }
     }
   }
   __device__ static uint32_t minus_of(uint32_t zero) {
@@ -180,11 +190,12 @@ struct Decode {
 
   __device__ void multiply(int chunk, const char* stage) {
     const int k = chunk * kChunk + quad() * kLane;
+    const bool inside = k < static_cast<int>(a.w.k);
     Vec4 from_x[kLane / 8], codes[kHalves];
 #pragma unroll
     for (int q = 0; q < kLane / 8; ++q) {
       from_x[q] = {{0, 0, 0, 0}};
-      if (x != nullptr && k < a.w.k) from_x[q] = reinterpret_cast<const Vec4*>(x + chunk * kChunk)[q];
+      if (x != nullptr && inside) from_x[q] = reinterpret_cast<const Vec4*>(x + chunk * kChunk)[q];
     }
     using Scale = sm80::Scale<T, kScale == ScaleMode::per_lane>;
     float scales[kHalves] = {};
@@ -193,7 +204,8 @@ struct Decode {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) codes[h] = *reinterpret_cast<const Vec4*>(stage + h * 512 + lane() * 16);
     if constexpr (kPacked) {
-      read_groups(stage, group_of(a, kScale == ScaleMode::per_chunk ? chunk * kChunk : (k < a.w.k ? k : 0)), scales, minus);
+      const int first_k = kScale == ScaleMode::per_chunk ? chunk * kChunk : (inside ? k : 0);
+      read_groups(stage, static_cast<uint32_t>(first_k) >> a.group_shift, scales, minus);
       if constexpr (kScale != ScaleMode::per_chunk) {
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) times[h] = Scale(scales[h]);
@@ -286,17 +298,20 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks) decode_kernel(G
   const int64_t first = tiles * blockIdx.x / gridDim.x, last = tiles * (blockIdx.x + 1) / gridDim.x;
   const int chunks = static_cast<int>((a.w.k + D::kChunk - 1) / D::kChunk);
 
-  // Warp w takes chunks w, w + kDecodeWarps, ... of every tile.
+  // Warp w takes chunks w, w + kDecodeWarps, ... of every tile, or where they divide well, pairs of chunks: whole 128-byte lines.
+  const bool pairs = chunks % (2 * kDecodeWarps) == 0;
+  const int start = pairs ? 2 * warp : warp;
+  const auto after = [&](int chunk) { return !pairs ? chunk + kDecodeWarps : (chunk % 2 ? chunk + 2 * kDecodeWarps - 1 : chunk + 1); };
   typename D::Loader loader;
   DecodePlace from(first, column_tiles), at = from;
-  int load_tiles = warp < chunks ? static_cast<int>(last - first) : 0, load_chunk = warp, load_stage = 0;
+  int load_tiles = warp < chunks ? static_cast<int>(last - first) : 0, load_chunk = start, load_stage = 0;
   const auto load = [&] {
     if (load_tiles > 0) {
-      if (load_chunk == warp) loader.begin_tile(a, blocks.experts[from.block], from.column_tile);
+      if (load_chunk == start) loader.begin_tile(a, blocks.experts[from.block], from.column_tile);
       loader.copy(a, load_chunk, ring + load_stage * D::kStageBytes);
-      load_chunk += kDecodeWarps;
+      load_chunk = after(load_chunk);
       if (load_chunk >= chunks) {
-        load_chunk = warp, --load_tiles;
+        load_chunk = start, --load_tiles;
         from.step(column_tiles);
       }
     }
@@ -320,7 +335,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks) decode_kernel(G
     d.begin_tile(expert, column_tile);
     const int32_t row = row_at(D::group());
     d.x = row < 0 ? nullptr : static_cast<const T*>(a.x) + static_cast<int64_t>(row / a.row_divisor) * a.x_stride + D::quad() * D::kLane;
-    for (int chunk = warp; chunk < chunks; chunk += kDecodeWarps) {
+    for (int chunk = start; chunk < chunks; chunk = after(chunk)) {
       sm80::wait_async<kStages - 2>();
       __syncwarp();  // the copies of this stage are there, and nobody reads the one that is filled next
       load();

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gemm.cuh"
-#include "mma_sm80.cuh"
+#include "wgmma_sm80.cuh"
 
 namespace int4_emu::gpu {
 
@@ -16,7 +16,7 @@ struct DenseTile {
   static constexpr int kUnits = kDepth / 8, kRowStep = kThreads / kUnits;       // a thread copies one column of units
   static constexpr int kStageElements = (kRows + kColumns) * kDepth;            // x, then weights
   static constexpr int kSumStride = kColumns + 8;                               // floats: sums leave through shared memory
-  static constexpr size_t kSharedBytes = static_cast<size_t>(kStages) * kStageElements * sizeof(T);
+  static constexpr size_t kSharedBytes = static_cast<size_t>(kStages) * kStageElements * sizeof(T) + 1024;
   static_assert(kRowStep == 16 && kRows <= kThreads && kN % 2 == 0, "copies go by row tiles");
   static_assert(kSharedBytes >= static_cast<size_t>(kRows) * kSumStride * sizeof(float), "the stages hold the sums");
 
@@ -126,19 +126,27 @@ struct DenseLoader {
   }
 };
 
-template <class Tile, class T, int kActive>
-__device__ __forceinline__ void dense_loop(DenseLoader<Tile, T>& loader, T* stages, int steps, typename Tile::Sums& sums) {
-  constexpr int kParts = Tile::kDepth / 16;
-  static_assert(kParts == 4, "a stage is copied in fourths");
+// The first stages.
+template <class Tile, class T>
+__device__ __forceinline__ void dense_begin(DenseLoader<Tile, T>& loader, int steps) {
 #pragma unroll
   for (int i = 0; i < Tile::kStages - 1; ++i) {
     if (i < steps) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) loader.copy(part);
+      for (int part = 0; part < 4; ++part) loader.copy(part);
       loader.next();
     }
     sm80::commit_async();
   }
+}
+
+// All of k; leaves the sums at the start of `stages`, [row][Tile::kSumStride].
+template <class Tile, class T, int kActive>
+__device__ __forceinline__ void dense_run(DenseLoader<Tile, T>& loader, T* stages, int steps) {
+  constexpr int kParts = Tile::kDepth / 16;
+  static_assert(kParts == 4, "a stage is copied in fourths");
+  typename Tile::Sums sums = {};
+  dense_begin(loader, steps);
   sm80::wait_async<Tile::kStages - 2>();
   __syncthreads();
   typename Tile::template Operands<kActive> operands[2];
@@ -163,12 +171,72 @@ __device__ __forceinline__ void dense_loop(DenseLoader<Tile, T>& loader, T* stag
       operands[part % 2].multiply(sums);
     }
   }
+  sm80::wait_async<0>();
+  __syncthreads();
+  Tile::put(sums, reinterpret_cast<float*>(stages));
+}
+
+#ifdef INT4_EMU_WGMMA
+// The same on wgmma: one warpgroup, weights are its rows, 64 at a time, and rows of x its columns, 32 kActive.
+template <class Tile, class T, int kActive>
+__device__ __forceinline__ void dense_run_wgmma(DenseLoader<Tile, T>& loader, T* stages, int steps) {
+  constexpr int kHalves = Tile::kColumns / 64, kPerHalf = 16 * kActive;
+  float sums[kHalves][kPerHalf];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+    for (int i = 0; i < kPerHalf; ++i) sums[h][i] = 0.f;
+  }
+  dense_begin(loader, steps);
+  int stage = 0;
+  for (int step = 0; step < steps; ++step) {
+    sm80::wait_async<Tile::kStages - 2>();
+    sm80::wgmma_publish();
+    sm80::wgmma_wait();
+    __syncthreads();  // this step's tiles are there, and nobody reads the stage that is filled next
+    const uint64_t x = sm80::wgmma_tile(stages + stage * Tile::kStageElements);
+    const uint64_t w = sm80::wgmma_tile(stages + stage * Tile::kStageElements + Tile::kRows * Tile::kDepth);
+    sm80::wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < Tile::kDepth / 16; ++part) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) sm80::Wgmma<T, 32 * kActive>::run(sums[h], w + h * (64 * 128 / 16) + part * 2, x + part * 2);
+    }
+    sm80::wgmma_commit();
+    if (step + Tile::kStages - 1 < steps) {
+#pragma unroll
+      for (int part = 0; part < 4; ++part) loader.copy(part);
+      loader.next();
+    }
+    sm80::commit_async();
+    stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
+  }
+  sm80::wgmma_wait();
+  sm80::wait_async<0>();
+  __syncthreads();
+  float* to = reinterpret_cast<float*>(stages) + Tile::lane() % 4 * 2 * Tile::kSumStride + threadIdx.x / 32 * 16 + Tile::lane() / 4;
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+    for (int i = 0; i < kPerHalf; ++i) to[(i / 4 * 8 + i % 2) * Tile::kSumStride + h * 64 + i % 4 / 2 * 8] = sums[h][i];
+  }
+}
+#endif
+
+template <class Tile, class T, int kActive>
+__device__ __forceinline__ void dense_all(DenseLoader<Tile, T>& loader, T* stages, int steps) {
+#ifdef INT4_EMU_WGMMA
+  if constexpr (Tile::kRows == 128) return dense_run_wgmma<Tile, T, kActive>(loader, stages, steps);
+#endif
+  if constexpr (kActive <= Tile::kM) dense_run<Tile, T, kActive>(loader, stages, steps);
 }
 
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) dense_kernel(GemmArgs a, int64_t column_tiles) {
   __shared__ int32_t rows[Tile::kRows];
-  T* stages = dynamic_shared<T>();
+  // From a multiple of 1024 bytes on, as wgmma wants it.
+  char* shared = dynamic_shared<char>();
+  T* stages = reinterpret_cast<T*>(shared + (1024 - static_cast<uint32_t>(__cvta_generic_to_shared(shared)) % 1024) % 1024);
   int64_t row_block, column_tile;
   tile_of_block(a.blocks.blocks, column_tiles, &row_block, &column_tile);
   const int64_t expert = a.blocks.experts[row_block];
@@ -182,23 +250,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) dense_kernel(Ge
 
   const int64_t n0 = column_tile * (a.gated ? Tile::kColumns / 2 : Tile::kColumns);
   DenseLoader<Tile, T> loader(a, expert, n0, rows, row_tiles, stages);
-  typename Tile::Sums sums = {};
   const int steps = static_cast<int>((a.w.k + Tile::kDepth - 1) / Tile::kDepth);
   const int active = (row_tiles + Tile::kWarpsDown - 1) / Tile::kWarpsDown;
   if (Tile::kM == 1 || active == 1) {
-    dense_loop<Tile, T, 1>(loader, stages, steps, sums);
+    dense_all<Tile, T, 1>(loader, stages, steps);
   } else if (Tile::kM == 2 || active == 2) {
-    dense_loop<Tile, T, Tile::kM < 2 ? 1 : 2>(loader, stages, steps, sums);
+    dense_all<Tile, T, Tile::kM < 2 ? 1 : 2>(loader, stages, steps);
   } else if (active == 3) {
-    dense_loop<Tile, T, Tile::kM < 3 ? 1 : 3>(loader, stages, steps, sums);
+    dense_all<Tile, T, Tile::kM < 3 ? 1 : 3>(loader, stages, steps);
   } else {
-    dense_loop<Tile, T, Tile::kM>(loader, stages, steps, sums);
+    dense_all<Tile, T, Tile::kM>(loader, stages, steps);
   }
-  sm80::wait_async<0>();
   __syncthreads();
-  float* all = reinterpret_cast<float*>(stages);
-  Tile::put(sums, all);
-  __syncthreads();
+  const float* all = reinterpret_cast<const float*>(stages);
   // A thread: weight rows r, r + 1, r + 8, r + 9 of one row.
   for (int i = thread; i < count * 32; i += Tile::kThreads) {
     const int row = i / 32, r = i % 32 / 4 * 16 + i % 4 * 2;

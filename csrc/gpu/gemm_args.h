@@ -31,7 +31,7 @@ struct GemmArgs {
   int64_t column_step = 1, part_step = 0;
   ActivationSpec activation;
   bool w_vector = false;  // weights come in 16-byte units inside one group
-  int group_shift = -1;   // log2 of the group size where it is a power of two
+  int group_shift = -1;   // log2 of the group size where it is a power of two, 31 where there is one group
   // The decode path alone:
   DeviceRoute route = {};
   int direct_slots = 0;    // above 0: no sort was run, and so many slots find their experts by `route`

@@ -104,10 +104,19 @@ template <class T>
 __device__ inline uint32_t minus_int4(int zero) {
   return (Pair<T>::kMagic | 0x80008000u) + static_cast<uint32_t>(zero) * 0x00010001u;
 }
+// Likewise of a zero point that stands in both halves of `both`.
+template <class T>
+__device__ inline uint32_t minus_int4_pair(uint32_t both) {
+  return (Pair<T>::kMagic | 0x80008000u) + both;
+}
 template <class T>
 __device__ inline uint32_t minus_int8(int zero) {
   return splat<T>(-static_cast<float>(zero));
 }
+
+// Half `i` of a word, moved to the top; byte `i` of a word, as two numbers of 16 bits.
+__device__ inline uint32_t halfword_on_top(uint32_t word, uint32_t i) { return __byte_perm(word, 0, 0x1044u + (i & 1u) * 0x2200u); }
+__device__ inline uint32_t byte_twice(uint32_t word, uint32_t i) { return __byte_perm(word, 0, 0x4040u + (i & 3u) * 0x0101u); }
 
 __device__ inline float half_to_float(uint32_t bits) {
   float f;

@@ -128,11 +128,12 @@ const char* stream_refuses(const GemmArgs& a) {
   return a.w.packed && a.w.groups > 1 && a.w.group_size % 32 != 0 ? "groups are no multiple of 32" : nullptr;
 }
 
-// Whether scales and zero points may be read by aligned words of four bytes, as the decode path does.
-bool groups_in_words(const Weight& w) {
+// Whether scales and zero points may be read by aligned words of four bytes, and groups are found by a shift, as the decode path does.
+bool groups_in_words(const GemmArgs& a) {
+  const Weight& w = a.w;
   const int64_t count = w.experts * w.n * w.groups;
   if (!w.packed) return true;
-  const bool scales = is_aligned(w.scales, 4) && (w.scale_dtype == DType::f32 || count % 2 == 0);
+  const bool scales = a.group_shift >= 0 && is_aligned(w.scales, 4) && (w.scale_dtype == DType::f32 || count % 2 == 0);
   return scales && (w.zeros == nullptr || (is_aligned(w.zeros, 4) && count % 4 == 0));
 }
 
@@ -205,9 +206,9 @@ AtomChoice select_atom(int device, DType x, Atom forced) {
 void describe_memory(GemmArgs& a) {
   const Weight& w = a.w;
   a.out_pairs = a.out_stride % 2 == 0 && is_aligned(a.out, 2 * dtype_bytes(a.out_dtype));
-  a.group_shift = -1;
+  a.group_shift = w.packed && w.groups == 1 ? 31 : -1;
   for (int shift = 0; shift < 31; ++shift) {
-    if (w.packed && w.group_size == int64_t{1} << shift) a.group_shift = shift;
+    if (w.packed && w.groups > 1 && w.group_size == int64_t{1} << shift) a.group_shift = shift;
   }
   // Kernels that stream weights count the bytes and groups of one expert in 32 bits.
   const int64_t element = w.packed ? 1 : dtype_bytes(w.dtype);
@@ -249,7 +250,7 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
   for (int i = 0; i < count; ++i) {
     vector = vector && projections[i].w_vector;
     dense = dense && !projections[i].w.packed;
-    words = words && groups_in_words(projections[i].w);
+    words = words && groups_in_words(projections[i]);
     // Where rows of x start, in units of 16 bytes.
     dense = dense && rows / projections[i].row_divisor * (projections[i].x_stride / 8) <= UINT32_MAX;
   }
