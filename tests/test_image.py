@@ -87,6 +87,40 @@ def test_nothing_installs_torch() -> None:
     assert re.search(r"held > /tmp/after; *cmp /tmp/before /tmp/after \|\| \{[^}]*exit 1; \}", after)
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="runs a command of the file")
+@pytest.mark.parametrize(
+    ("after", "status", "said"),
+    [
+        ("torch==2.10.0+rocm7.1 triton==3.6.0 rich==15.0", 0, ""),
+        ("torch==2.11.0 triton==3.6.0", 1, "the installation changed torch"),
+        ("torch==2.10.0+rocm7.1", 1, "the installation changed torch"),
+    ],
+    ids=["kept", "replaced", "triton gone"],
+)
+def test_an_installation_that_changes_torch_fails(tmp_path: Path, after: str, status: int, said: str) -> None:
+    (install,) = [rest for rest in of("runtime", "RUN") if "pip install" in rest]
+    python = tmp_path / "python3"
+    python.write_text(
+        f"""#!/bin/sh
+case "$3 $4" in
+  "list --format=freeze") {{ test -e {tmp_path}/installed && echo {after} || echo torch==2.10.0+rocm7.1 triton==3.6.0; }} | tr ' ' '\\n' ;;
+  *) touch {tmp_path}/installed ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    script = re.sub(r"^--mount=\S+ ", "", install).replace("/tmp/", f"{tmp_path}/")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert said in done.stdout and (tmp_path / "installed").exists()
+
+
 def test_the_user_is_a_number() -> None:
     user = of("runtime", "USER")[-1]
     match = re.fullmatch(r"(\d+):(\d+)", user)

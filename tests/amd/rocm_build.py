@@ -108,7 +108,7 @@ def stable_names(torch: Path) -> set[str]:
 def check_library(library: Path, stable: set[str], needed: tuple[str, ...]) -> None:
     """What a library needs, exports and leaves to torch."""
     needs, found = dynamic(library), symbols(library)
-    print(f"{library.name}: {library.stat().st_size >> 10} KiB, needs {', '.join(needs)}")
+    print(f"c: {library.name}: {library.stat().st_size >> 10} KiB, needs {', '.join(needs)}")
     for name in needed:
         if not any(n.startswith(f"lib{name}.so") for n in needs):
             raise Failure(f"{library.name} does not need lib{name}")
@@ -143,7 +143,7 @@ def check_kernels(library: Path, architectures: tuple[str, ...]) -> dict[str, se
         with_kernels = [s for s in sources_for(architecture) if "__global__" in _with_headers(s)]
         if objects[architecture] < len(with_kernels):
             raise Failure(f"{objects[architecture]} code objects for {architecture}, {len(with_kernels)} files have kernels")
-        print(f"{architecture}: {len(found[architecture])} kernels in {objects[architecture]} code objects")
+        print(f"c: {architecture}: {len(found[architecture])} kernels in {objects[architecture]} code objects")
     return found
 
 
@@ -192,5 +192,5 @@ python3 -m int4_emu selftest --quick --backend cpu"""
     loaded = re.search(r"^loaded, GPU kernels for (.*) None$", said, flags=re.MULTILINE)
     if loaded is None or set(re.findall(r"gfx\w+", loaded[1])) != set(ARCHITECTURES):
         raise Failure(f"loaded in a CPU torch, the library says: {said[-2000:]}")
-    print(f"{wheel.name}: {loaded[0]}; {said.strip().splitlines()[-1]}")
+    print(f"c: {wheel.name}: loads, with kernels for {loaded[1]}; {said.strip().splitlines()[-1]}")
     return None
