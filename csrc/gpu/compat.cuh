@@ -92,20 +92,18 @@ Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, i
   return check(INT4_EMU_RUNTIME(GetLastError)(), name);
 }
 
-// Whether a kernel of this library may start on the current device before the one ahead of it on the stream has ended.
-inline bool kernels_may_overlap() {
-#if defined(__HIP__) || defined(__HIPCC__) || defined(INT4_EMU_SIMT) || !defined(INT4_EMU_GPU_ARCHS)
+// Whether this kernel may start on the current device before the one ahead of it on the stream has ended.
+template <class... Parameters>
+bool may_overlap(void (*kernel)(Parameters...)) {
+#if defined(__HIP__) || defined(__HIPCC__) || defined(INT4_EMU_SIMT)
+  (void)kernel;
   return false;
 #else
-  // wait_for_previous() must be there in machine code: PTX for an older architecture has none.
-  int device = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
-    return false;
-  }
-  char name[32];
-  std::snprintf(name, sizeof(name), "sm_%d%d", major, minor);
-  return major >= 9 && std::strstr(INT4_EMU_GPU_ARCHS, name) != nullptr;
+  // wait_for_previous() must be in the code that runs: PTX of an older architecture, compiled by the driver, has none.
+  cudaFuncAttributes attributes = {};
+  if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.ptxVersion >= 90;
+  cudaGetLastError();
+  return false;
 #endif
 }
 
@@ -115,7 +113,7 @@ template <class... Parameters, class... Arguments>
 Status launch_after(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, Stream stream,
                     Arguments&&... arguments) {
 #if !defined(__HIP__) && !defined(__HIPCC__) && !defined(INT4_EMU_SIMT)
-  if (blocks > 0 && blocks <= INT32_MAX && kernels_may_overlap()) {
+  if (blocks > 0 && blocks <= INT32_MAX && may_overlap(kernel)) {
     if (Status s = allow_shared_memory(kernel, shared, name); !s) return s;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

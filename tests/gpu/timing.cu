@@ -23,9 +23,9 @@ __global__ void fill_kernel(uint32_t* out, int64_t n, uint32_t mask, uint32_t ba
 struct Random16 {
   explicit Random16(int64_t bytes, bool small) {
     must(INT4_EMU_RUNTIME(Malloc)(&data, bytes + 64), "allocate");
-    fill_kernel<<<1024, 256>>>(static_cast<uint32_t*>(data), bytes / 4 + 1, small ? 0x807f807fu : 0xffffffffu, small ? 0x3c003c00u : 0u,
-                               5u);
-    must(gpu::check_launch("fill"), "fill");
+    must(gpu::launch("fill", fill_kernel, 1024, 256, 0, nullptr, static_cast<uint32_t*>(data), bytes / 4 + 1, small ? 0x807f807fu : 0xffffffffu,
+                     small ? 0x3c003c00u : 0u, 5u),
+         "fill");
   }
   ~Random16() { INT4_EMU_RUNTIME(Free)(data); }
   Random16(const Random16&) = delete;
