@@ -61,10 +61,10 @@ inline int multiprocessors() {
   return INT4_EMU_RUNTIME(DeviceGetAttribute)(&count, attribute, device) == INT4_EMU_RUNTIME(Success) ? count : 1;
 }
 
-// Lets a kernel ask for more dynamic shared memory than the default 48 KB.
+// Lets a kernel ask for more shared memory than the default 48 KB, of which its static part takes little.
 template <class Kernel>
 Status allow_shared_memory(Kernel kernel, size_t bytes, const char* name) {
-  if (bytes <= 48 * 1024) return {};
+  if (bytes <= 40 * 1024) return {};
   const auto attribute = INT4_EMU_RUNTIME(FuncAttributeMaxDynamicSharedMemorySize);
   return check(INT4_EMU_RUNTIME(FuncSetAttribute)(reinterpret_cast<const void*>(kernel), attribute, static_cast<int>(bytes)), name);
 }
