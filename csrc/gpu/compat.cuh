@@ -175,6 +175,13 @@ __device__ inline bool hardware_pack_fp16(float low, float high, uint32_t* out) 
 #endif
 }
 
+// Shared memory of a multiprocessor that several blocks divide among them, in KB.
+#if defined(__HIP__) || defined(__HIPCC__)
+constexpr int kSharedKilobytes = 64;
+#else
+constexpr int kSharedKilobytes = 160;
+#endif
+
 // Arithmetic on pairs of 16-bit floats, where the compiler is given none: the same results as through fp32, faster.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 constexpr bool kPairMath = true;

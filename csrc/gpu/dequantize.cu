@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(CodeReader reader,
 // that these are read in long runs too.
 constexpr int kLanes = 32, kStrips = kThreads / kLanes;  // units of eight columns, and strips of eight rows, that a block takes at once
 template <CodeReader::Words kWords>
-constexpr int kSquares = kWords == CodeReader::Words::rows ? 1 : 4;  // of a thread, kStrips strips apart
+constexpr int kSquares = kWords == CodeReader::Words::rows || kSharedKilobytes < 128 ? 1 : 4;  // of a thread, kStrips strips apart
 
 // load() for the whole block at once, then word(s, j): of square s the codes of row j, or where they are packed along the rows (AWQ), of
 // column j.
