@@ -8,7 +8,7 @@ namespace int4_emu::gpu {
 template <class T>
 struct MfmaGfx9 {
   using Sums = amd::Float4;
-  static constexpr int kWave = 64, kWaves = 4, kParts = 4, kStepOctets = 1;
+  static constexpr int kWave = 64, kWaves = 4, kOccupancy = 2, kParts = 4, kStepOctets = 1, kWideRowTiles = 2, kSplit = 2;
 
   __host__ __device__ static constexpr int row(int i) { return i; }
 

@@ -33,6 +33,85 @@ struct MmaSm80Atom {
   __device__ static void commit() { sm80::commit_async(); }
   __device__ static void wait() { sm80::wait_async<kStages - 2>(); }
 
+  // One step's packed weights of a thread: 16-byte chunks of one row and one group each.
+  template <WeightKind kKind>
+  struct Raw {
+    static constexpr int kCodes = kKind == WeightKind::int4 ? 32 : 16;
+    static constexpr int kRowChunks = kDepth / kCodes, kChunks = kColumns * kRowChunks / kThreads;
+    Vec4 codes[kChunks];
+    float scale[kChunks];
+    int zero[kChunks];
+
+    const uint8_t* from[kChunks];  // null outside the matrix
+    int64_t groups[kChunks];       // first group of the chunk's row
+
+    __device__ void begin(const GemmArgs& a, int64_t expert, int64_t n0) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int64_t row = weight_row(a, n0, (static_cast<int>(threadIdx.x) + i * kThreads) / kRowChunks);
+        from[i] = row < 0 ? nullptr : static_cast<const uint8_t*>(a.w.data) + expert * a.w.expert_stride + row * a.w.n_stride;
+        groups[i] = (expert * a.w.n + (row < 0 ? 0 : row)) * a.w.groups;
+      }
+    }
+
+    __device__ void load(const GemmArgs& a, int64_t step) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int k = static_cast<int>(step) * kDepth + (static_cast<int>(threadIdx.x) + i * kThreads) % kRowChunks * kCodes;
+        codes[i] = {{0, 0, 0, 0}};
+        scale[i] = 0.f;
+        zero[i] = 0;
+        if (from[i] == nullptr || k >= a.w.k) continue;
+        codes[i] = sm80::load_streaming(from[i] + (kKind == WeightKind::int4 ? k / 2 : k));
+        const int64_t c = groups[i] + group_of(a, k);
+        scale[i] =
+            sm80::is_type<T>(a.w.scale_dtype) ? to_float(static_cast<const T*>(a.w.scales)[c]) : load_float(a.w.scales, a.w.scale_dtype, c);
+        zero[i] = a.w.zeros ? a.w.zeros[c] : (kKind == WeightKind::int4 ? 8 : 128);
+      }
+    }
+
+    __device__ void store(const GemmArgs& a, Element* tile) const {
+      if (sm80::is_type<T>(a.w.scale_dtype)) {
+        store_scaled<true>(tile);
+      } else {
+        store_scaled<false>(tile);
+      }
+    }
+
+    template <bool kOwnType>
+    __device__ void store_scaled(Element* tile) const {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int u = static_cast<int>(threadIdx.x) + i * kThreads, r = u / kRowChunks, first = u % kRowChunks * (kCodes / 8);
+        const sm80::Scale<T, kOwnType> s(scale[i]);
+        if constexpr (kKind == WeightKind::int4) {
+          const uint32_t minus = sm80::minus_int4<T>(zero[i]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            uint32_t p[4];
+            sm80::unpack_int4<T>(codes[i].w[j], minus, p);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) p[q] = s.times(p[q]);
+            *unit_at(tile, r, first + j) = {
+                {sm80::low_halves(p[0], p[1]), sm80::low_halves(p[2], p[3]), sm80::high_halves(p[0], p[1]), sm80::high_halves(p[2], p[3])}};
+          }
+        } else {
+          const uint32_t minus = sm80::minus_int8<T>(zero[i]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            uint32_t p[4];
+            sm80::unpack_int8<T>(codes[i].w[2 * j], minus, p);
+            sm80::unpack_int8<T>(codes[i].w[2 * j + 1], minus, p + 2);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) p[q] = s.times(p[q]);
+            *unit_at(tile, r, first + j) = {
+                {sm80::low_halves(p[0], p[1]), sm80::high_halves(p[0], p[1]), sm80::low_halves(p[2], p[3]), sm80::high_halves(p[2], p[3])}};
+          }
+        }
+      }
+    }
+  };
+
   struct Sums {
     float c[kM][kN][4];
   };

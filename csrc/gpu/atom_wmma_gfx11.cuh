@@ -8,7 +8,7 @@ namespace int4_emu::gpu {
 template <class T>
 struct WmmaGfx11 {
   using Sums = amd::Float8;
-  static constexpr int kWave = 32, kWaves = 8, kParts = 1, kStepOctets = 2;
+  static constexpr int kWave = 32, kWaves = 8, kOccupancy = 6, kParts = 1, kStepOctets = 2, kWideRowTiles = 1, kSplit = 4;
 
   // Rows of results alternate between the halves of a wave: what a half holds shall be eight neighbouring rows of the tile.
   __host__ __device__ static constexpr int row(int i) { return i % 2 * 8 + i / 2; }

@@ -8,7 +8,7 @@ namespace int4_emu::gpu {
 template <class T>
 struct WmmaGfx12 {
   using Sums = amd::Float8;
-  static constexpr int kWave = 32, kWaves = 8, kParts = 2, kStepOctets = 1;
+  static constexpr int kWave = 32, kWaves = 8, kOccupancy = 6, kParts = 2, kStepOctets = 1, kWideRowTiles = 1, kSplit = 4;
 
   __host__ __device__ static constexpr int row(int i) { return i; }
 

@@ -66,6 +66,32 @@ __device__ __forceinline__ uint32_t after(uint32_t value, const Vec4& v) {
   return value;
 }
 
+// A value that is the same in every lane of the wave, for the compiler to know.
+__device__ __forceinline__ int uniform(int value) {
+#if defined(__AMDGCN__) || defined(INT4_EMU_SIMT)
+  return __builtin_amdgcn_readfirstlane(value);
+#else
+  return value;
+#endif
+}
+
+// The value, unknown to the compiler: a loop with such a step stays a loop, and its loads stay where they are.
+__device__ __forceinline__ int hidden(int value) {
+#if defined(__AMDGCN__)
+  asm("" : "+s"(value));
+#endif
+  return value;
+}
+
+// The value, as something new each time: what follows from it is worked out where it is used instead of being kept in registers all
+// through a loop that has better use for them.
+__device__ __forceinline__ int renewed(int value) {
+#if defined(__AMDGCN__)
+  asm volatile("" : "+v"(value));
+#endif
+  return value;
+}
+
 // c += a * b for eight k of each lane, in the lane's order: c[row][column], a[row][k], b[k][column].
 // gfx9: lane l holds row or column l % 16, k's of part l / 16 of four; c rows 4 * (l / 16) + i, column l % 16.
 template <class T>

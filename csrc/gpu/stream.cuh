@@ -11,187 +11,20 @@
 // A chunk is four octets of every part of a wave. Form::whole: one scale per chunk, 16 bytes a load. Form::pieces: one per 32 k, so that
 // the octets of a matrix instruction must come from one such piece, and loads are as short as that makes them.
 //
-// An atom has: kWave; kWaves of a block; kParts, the sets of lanes that hold different k of one row (lane / 16 where there are several);
-// kStepOctets a lane feeds to mma(a, b, sums); Sums, a vector of a lane's results: weight rows lane / 16 * kSums + i of the tile, token
-// lane % 16, given that the lane fed row(lane % 16) of the tile; correct(minus, minus_pitch, x_sum, x_pitch, lane, sums), which adds
-// minus[slot][row] * x_sum[slot][token] for kCorrectSlots slots.
+// An atom has:
+//   kWave; kWaves of a block; kOccupancy, the least waves per SIMD that registers shall leave room for;
+//   kWideRowTiles, the tiles of weight rows of a wave, which share what it reads of x, where there are many tokens;
+//   kSplit, the waves that share out k where there is little work;
+//   kParts, the sets of lanes that hold different k of one row (lane / 16 where there are several);
+//   kStepOctets a lane feeds to mma(a, b, sums);
+//   Sums, a vector of a lane's results: weight rows lane / 16 * kSums + i of the tile, token lane % 16, given that the lane fed
+//   row(lane % 16) of the tile;
+//   correct(minus, minus_pitch, x_sum, x_pitch, lane, sums), which adds minus[slot][row] * x_sum[slot][token] for kCorrectSlots slots.
 #pragma once
 
-#include "activation.cuh"
-#include "mma_amd.cuh"
+#include "stream_fill.cuh"
 
 namespace int4_emu::gpu {
-
-enum class Form : int { whole = 0, pieces = 1 };
-
-template <class T, WeightKind kKind>
-struct StreamCodes {
-  static constexpr bool kBf16 = std::is_same<T, Bf16>::value;
-  static constexpr int kOctetWords = kKind == WeightKind::int4 ? 1 : kKind == WeightKind::int8 ? 2 : 4;
-  // Eight bits fit bf16's mantissa only without an offset.
-  static constexpr float kOffset = kKind == WeightKind::int4 ? (kBf16 ? 128.f : 64.f) : (kBf16 ? 0.f : 1024.f);
-  static constexpr int kMidpoint = kKind == WeightKind::int4 ? 8 : 128;
-
-  __device__ static __forceinline__ Vec4 unpack(const uint32_t* words) {
-    if constexpr (kKind == WeightKind::int4) {
-      const uint32_t w = words[0];
-      if constexpr (kBf16) {  // 128 + q, the code in the last bits of the mantissa
-        constexpr uint32_t kMask = 0x000f000fu, kMagic = 0x43004300u;
-        return {{amd::and_or(w, kMask, kMagic), amd::and_or(w >> 4, kMask, kMagic), amd::and_or(w >> 8, kMask, kMagic),
-                 amd::and_or(w >> 12, kMask, kMagic)}};
-      }
-      // 64 + q, four bits further up: as many operations, and sixteen times less to cancel than with 1024 + q.
-      constexpr uint32_t kMask = 0x00f000f0u, kMagic = 0x54005400u;
-      return {{amd::and_or(w << 4, kMask, kMagic), amd::and_or(w, kMask, kMagic), amd::and_or(w >> 4, kMask, kMagic),
-               amd::and_or(w >> 8, kMask, kMagic)}};
-    } else if constexpr (kKind == WeightKind::int8) {
-      Vec4 out;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t w = words[i / 2];
-        if constexpr (kBf16) {
-          const int shift = i % 2 * 16;
-          const float low = static_cast<float>((w >> shift) & 0xffu), high = static_cast<float>((w >> (shift + 8)) & 0xffu);
-          out.w[i] = amd::high_halves(as_bits(low), as_bits(high));
-        } else {
-          out.w[i] = amd::permute(w, 0x64646464u, i % 2 ? 0x04030402u : 0x04010400u);
-        }
-      }
-      return out;
-    } else {
-      return {{words[0], words[1], words[2], words[3]}};
-    }
-  }
-
-  // x in the order of unpack().
-  __device__ static __forceinline__ Vec4 ordered(const Vec4& v) {
-    if constexpr (kKind != WeightKind::int4) return v;
-    return {{amd::low_halves(v.w[0], v.w[2]), amd::high_halves(v.w[0], v.w[2]), amd::low_halves(v.w[1], v.w[3]),
-             amd::high_halves(v.w[1], v.w[3])}};
-  }
-
-  __device__ static __forceinline__ float sum(const Vec4& v) {
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      total += to_float(T{static_cast<uint16_t>(v.w[i])}) + to_float(T{static_cast<uint16_t>(v.w[i] >> 16)});
-    }
-    return total;
-  }
-};
-
-template <class Atom, WeightKind kKind, Form kForm, int kTokenTiles, int kRowTiles>
-struct StreamShape {
-  static constexpr bool kPacked = kKind != WeightKind::dense;
-  static constexpr int kThreads = Atom::kWave * Atom::kWaves;
-  static constexpr int kTokens = 16 * kTokenTiles, kColumns = 16 * kRowTiles * Atom::kWaves;
-  static constexpr int kChunk = 32 * Atom::kParts;                       // k
-  static constexpr int kDepth = 512 / kTokenTiles;                       // k of x in shared memory
-  static constexpr int kUnroll = kTokenTiles <= 2 ? 2 : 1;               // chunks an iteration of the main loop
-  static constexpr int kStep = kUnroll * kChunk, kSteps = kDepth / kStep;
-  static constexpr int kSums = sizeof(typename Atom::Sums) / sizeof(float);
-
-  static constexpr int kSlotK = kForm == Form::whole ? kChunk : 32;
-  static constexpr int kSlotOctets = kSlotK / 8, kChunkSlots = kChunk / kSlotK, kLaneSlotOctets = 4 / kChunkSlots;
-  static constexpr int kSlots = kPacked ? kDepth / kSlotK : 0;
-  static constexpr int kPaddedSlots = (kSlots + Atom::kCorrectSlots - 1) / Atom::kCorrectSlots * Atom::kCorrectSlots;
-
-  // Octets of one load.
-  static constexpr int kUnitOctets = kKind == WeightKind::int4 ? 4 : kKind == WeightKind::int8 ? 2 : 1;
-  static constexpr int kRun = kUnitOctets < kLaneSlotOctets ? kUnitOctets : kLaneSlotOctets, kLoads = 4 / kRun;
-  static constexpr int kOctetBytes = kKind == WeightKind::int4 ? 4 : kKind == WeightKind::int8 ? 8 : 16;
-
-  // Of a chunk's octets, where a lane's octet j stands before its part is added.
-  __host__ __device__ static constexpr int octet(int j) { return j / kRun * Atom::kParts * kRun + j % kRun; }
-
-  static constexpr int kPitch = kDepth + 8;  // elements of a row of x: rows lie 4 banks apart
-  static constexpr int kXUnits = kTokens * kDepth / 8 / kThreads;
-  static constexpr int kScales = (kColumns * kSlots + kThreads - 1) / kThreads;
-};
-
-// Shared memory of a block: one stage of kDepth k's, at the end the results of a token tile.
-template <class Shape, class T>
-struct alignas(16) StreamStage {
-  static constexpr int kSlots = Shape::kPacked ? Shape::kPaddedSlots : 1;
-  union {
-    T x[Shape::kTokens * Shape::kPitch];
-    float results[16][Shape::kColumns + 4];
-  };
-  float scale[kSlots][Shape::kColumns];
-  float minus[kSlots][Shape::kColumns];  // -scale * (offset + zero)
-  float x_sum[kSlots][Shape::kTokens];
-  int32_t rows[Shape::kTokens], x_rows[Shape::kTokens];  // of out and of x, -1 in padding
-};
-
-// What a thread carries from global to shared memory for the next stage.
-template <class Shape, class Atom, class T, WeightKind kKind>
-struct StreamFill {
-  using Codes = StreamCodes<T, kKind>;
-  using Stage = StreamStage<Shape, T>;
-  static constexpr int kRowUnits = Shape::kDepth / 8, kScales = Shape::kScales > 0 ? Shape::kScales : 1;
-
-  Vec4 x[Shape::kXUnits];
-  float scale[kScales], zero[kScales];
-  uint32_t first_group[kScales];
-
-  __device__ static int column_of(int i) { return (static_cast<int>(threadIdx.x) + i * Shape::kThreads) / Shape::kSlots; }
-  __device__ static int slot_of(int i) { return (static_cast<int>(threadIdx.x) + i * Shape::kThreads) % Shape::kSlots; }
-
-  __device__ __forceinline__ void begin(const GemmArgs& a, int64_t n0) {
-    if constexpr (Shape::kPacked) {
-#pragma unroll
-      for (int i = 0; i < kScales; ++i) {
-        const int column = column_of(i);
-        const int64_t row = column < Shape::kColumns ? weight_row(a, n0, column) : 0;
-        first_group[i] = static_cast<uint32_t>((row < 0 ? 0 : row) * a.w.groups);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load(const GemmArgs& a, const Stage& stage, int64_t expert, int k0) {
-#pragma unroll
-    for (int i = 0; i < Shape::kXUnits; ++i) {
-      const int u = static_cast<int>(threadIdx.x) + i * Shape::kThreads, k = k0 + u % kRowUnits * 8;
-      const int64_t row = stage.x_rows[u / kRowUnits];
-      x[i] = {{0, 0, 0, 0}};
-      if (row >= 0 && k < a.w.k) x[i] = *reinterpret_cast<const Vec4*>(static_cast<const T*>(a.x) + row * a.x_stride + k);
-    }
-    if constexpr (Shape::kPacked) {
-      const int64_t base = expert * a.w.n * a.w.groups;
-#pragma unroll
-      for (int i = 0; i < kScales; ++i) {
-        const int k = k0 + slot_of(i) * Shape::kSlotK;
-        scale[i] = zero[i] = 0.f;
-        if (k >= a.w.k || column_of(i) >= Shape::kColumns) continue;
-        const int64_t at = base + first_group[i] + (a.w.groups == 1 ? 0 : group_of(a, k));
-        scale[i] = load_float(a.w.scales, a.w.scale_dtype, at);
-        zero[i] = static_cast<float>(a.w.zeros ? a.w.zeros[at] : Codes::kMidpoint);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store(Stage& stage) const {
-#pragma unroll
-    for (int i = 0; i < Shape::kXUnits; ++i) {
-      const int u = static_cast<int>(threadIdx.x) + i * Shape::kThreads, row = u / kRowUnits, octet = u % kRowUnits;
-      *reinterpret_cast<Vec4*>(stage.x + row * Shape::kPitch + octet * 8) = Codes::ordered(x[i]);
-      if constexpr (Shape::kPacked) {
-        float sum = Codes::sum(x[i]);
-#pragma unroll
-        for (int mask = 1; mask < Shape::kSlotOctets; mask *= 2) sum += shfl_xor_in_32(sum, mask);
-        if (octet % Shape::kSlotOctets == 0) stage.x_sum[octet / Shape::kSlotOctets][row] = sum;
-      }
-    }
-    if constexpr (Shape::kPacked) {
-#pragma unroll
-      for (int i = 0; i < kScales; ++i) {
-        if (column_of(i) >= Shape::kColumns) continue;
-        stage.scale[slot_of(i)][column_of(i)] = scale[i];
-        stage.minus[slot_of(i)][column_of(i)] = -scale[i] * (Codes::kOffset + zero[i]);
-      }
-    }
-  }
-};
 
 // A wave's part of the block: kRowTiles * 16 weight rows by all tokens.
 template <class Shape, class Atom, class T, WeightKind kKind, int kTokenTiles, int kRowTiles>
@@ -215,13 +48,15 @@ struct StreamWave {
 
   const uint8_t* data;
   uint32_t lane_bytes[kRowTiles];  // from data to the lane's row and part
-  int lane, part, first_column;
+  int lane, part, first_column, share;  // share: which steps of a stage are this wave's
   Sums sums[kRowTiles][kTokenTiles];
 
   __device__ __forceinline__ StreamWave(const GemmArgs& a, int64_t expert, int64_t n0) {
     lane = static_cast<int>(threadIdx.x) % Atom::kWave;
     part = Atom::kParts == 1 ? 0 : lane / 16;
-    first_column = static_cast<int>(threadIdx.x) / Atom::kWave * kRowTiles * 16;
+    const int wave = amd::uniform(static_cast<int>(threadIdx.x) / Atom::kWave);
+    first_column = wave / Shape::kSplit * kRowTiles * 16;
+    share = wave % Shape::kSplit;
     const int64_t element = kKind == WeightKind::dense ? 2 : 1;
     data = static_cast<const uint8_t*>(a.w.data) + expert * a.w.expert_stride * element;
 #pragma unroll
@@ -339,23 +174,29 @@ struct StreamWave {
         if (t != tile) continue;
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-          *reinterpret_cast<Sums*>(&stage.results[lane % 16][first_column + r * 16 + lane / 16 * Shape::kSums]) = sums[r][t];
+          *reinterpret_cast<Sums*>(&stage.results[share][lane % 16][first_column + r * 16 + lane / 16 * Shape::kSums]) = sums[r][t];
         }
       }
       __syncthreads();
 #pragma unroll 1
       for (int i = threadIdx.x; i < 16 * kQuads; i += Shape::kThreads) {
         const int token = i / kQuads, r = i % kQuads / 4 * 16 + i % 4 * 2, row = stage.rows[tile * 16 + token];
-        const float* v = &stage.results[token][r];
-        if (row >= 0) finish(a, expert, row, n0, r, v[0], v[1], v[8], v[9]);
+        if (row < 0) continue;
+        float v[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int p = 0; p < Shape::kSplit; ++p) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) v[j] += stage.results[p][token][r + j % 2 + j / 2 * 8];
+        }
+        finish(a, expert, row, n0, r, v[0], v[1], v[2], v[3]);
       }
     }
   }
 };
 
-template <class Atom, class T, WeightKind kKind, Form kForm, int kTokenTiles, int kRowTiles>
-__global__ void __launch_bounds__(Atom::kWave* Atom::kWaves, 2) stream_kernel(GemmArgs a, uint32_t column_tiles) {
-  using Shape = StreamShape<Atom, kKind, kForm, kTokenTiles, kRowTiles>;
+template <class Atom, class T, WeightKind kKind, Form kForm, int kTokenTiles, int kRowTiles, int kSplit>
+__global__ void __launch_bounds__(Atom::kWave* Atom::kWaves, Atom::kOccupancy) stream_kernel(GemmArgs a, uint32_t column_tiles) {
+  using Shape = StreamShape<Atom, kKind, kForm, kTokenTiles, kRowTiles, kSplit>;
   __shared__ StreamStage<Shape, T> stage;
   const int64_t row_block = blockIdx.x / column_tiles, column_tile = blockIdx.x % column_tiles;
   const int64_t expert = a.blocks.experts[row_block];
@@ -378,27 +219,28 @@ __global__ void __launch_bounds__(Atom::kWave* Atom::kWaves, 2) stream_kernel(Ge
   using Wave = StreamWave<Shape, Atom, T, kKind, kTokenTiles, kRowTiles>;
   Wave wave(a, expert, n0);
   typename Wave::Chunk ring[Shape::kUnroll][kRowTiles];
-  if (whole_steps > 0) {
+  if (wave.share < whole_steps) {
 #pragma unroll
     for (int u = 0; u < Shape::kUnroll; ++u) {
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) wave.load(u, r, ring[u][r]);
+      for (int r = 0; r < kRowTiles; ++r) wave.load(static_cast<uint32_t>(wave.share * Shape::kUnroll + u), r, ring[u][r]);
     }
   }
   StreamFill<Shape, Atom, T, kKind> fill;
   fill.begin(a, n0);
   fill.load(a, stage, expert, 0);
-  int step = 0;
-  for (int k0 = 0; k0 < k_count; k0 += Shape::kDepth) {
+  const int stride = kSplit == 1 ? 1 : amd::hidden(kSplit);
+  int first_step = 0;  // of the stage
+  for (int k0 = 0; k0 < k_count; k0 += Shape::kDepth, first_step += Shape::kSteps) {
     __syncthreads();  // nobody reads the stage before any more
     fill.store(stage);
     if (k0 + Shape::kDepth < k_count) fill.load(a, stage, expert, k0 + Shape::kDepth);
     __syncthreads();
-    const int left = whole_steps - step, steps = left < Shape::kSteps ? left : Shape::kSteps;
-    // The main loop: chunks of this step are in registers, those of the next on their way.
+    const int left = whole_steps - first_step, steps = left < Shape::kSteps ? left : Shape::kSteps;
+    // The main loop: chunks of this step are in registers, those of the wave's next one on their way.
 #pragma unroll 1
-    for (int i = 0; i < steps; ++i, ++step) {
-      const int next = step + 1 < whole_steps ? step + 1 : step;
+    for (int i = wave.share; i < steps; i += stride) {
+      const int step = first_step + i, next = step + Shape::kSplit < whole_steps ? step + Shape::kSplit : step;
 #pragma unroll
       for (int u = 0; u < Shape::kUnroll; ++u) {
         typename Wave::Operand now[kRowTiles];
@@ -411,7 +253,7 @@ __global__ void __launch_bounds__(Atom::kWave* Atom::kWaves, 2) stream_kernel(Ge
         wave.multiply(stage, i * Shape::kUnroll + u, now);
       }
     }
-    if (steps < Shape::kSteps && k_count % Shape::kStep != 0) {
+    if (steps < Shape::kSteps && k_count % Shape::kStep != 0 && steps % Shape::kSplit == wave.share) {
 #pragma unroll 1
       for (int u = 0; u < Shape::kUnroll; ++u) {
         typename Wave::Operand now[kRowTiles];
@@ -424,24 +266,31 @@ __global__ void __launch_bounds__(Atom::kWave* Atom::kWaves, 2) stream_kernel(Ge
         wave.multiply(stage, steps * Shape::kUnroll + u, now);
       }
     }
-    if constexpr (Shape::kPacked) wave.correct(stage);
+    if constexpr (Shape::kPacked) {
+      if (wave.share == 0) wave.correct(stage);
+    }
   }
   wave.store(a, stage, expert, n0);
 }
 
-template <class Atom, class T, WeightKind kKind, Form kForm, int kTokenTiles, int kRowTiles>
+template <class Atom, class T, WeightKind kKind, Form kForm, int kTokenTiles, int kRowTiles, int kSplit = 1>
 Status launch_stream_kernel(const GemmArgs& a, Stream stream) {
-  using Shape = StreamShape<Atom, kKind, kForm, kTokenTiles, kRowTiles>;
+  using Shape = StreamShape<Atom, kKind, kForm, kTokenTiles, kRowTiles, kSplit>;
   const int64_t tiles = ceil_div(a.columns, a.gated ? Shape::kColumns / 2 : Shape::kColumns);
-  return launch("stream_kernel", stream_kernel<Atom, T, kKind, kForm, kTokenTiles, kRowTiles>, a.blocks.blocks * tiles, Shape::kThreads, 0,
-                stream, a, static_cast<uint32_t>(tiles));
+  return launch("stream_kernel", stream_kernel<Atom, T, kKind, kForm, kTokenTiles, kRowTiles, kSplit>, a.blocks.blocks * tiles,
+                Shape::kThreads, 0, stream, a, static_cast<uint32_t>(tiles));
 }
 
 template <class Atom, class T, WeightKind kKind, Form kForm>
 Status launch_stream_rows(const GemmArgs& a, int block_rows, Stream stream) {
-  if (block_rows == 16) return launch_stream_kernel<Atom, T, kKind, kForm, 1, 1>(a, stream);
+  if (block_rows == 16) {
+    // Blocks of few weight rows, whose waves share out k, where wide ones would not fill the device twice.
+    const bool narrow = a.blocks.blocks * ceil_div(a.columns, 8 * Atom::kWaves) < 2 * multiprocessors();
+    return narrow ? launch_stream_kernel<Atom, T, kKind, kForm, 1, 1, Atom::kSplit>(a, stream)
+                  : launch_stream_kernel<Atom, T, kKind, kForm, 1, 1>(a, stream);
+  }
   if (block_rows == 32) return launch_stream_kernel<Atom, T, kKind, kForm, 2, 1>(a, stream);
-  if (block_rows == 64) return launch_stream_kernel<Atom, T, kKind, kForm, 4, 2>(a, stream);
+  if (block_rows == 64) return launch_stream_kernel<Atom, T, kKind, kForm, 4, Atom::kWideRowTiles>(a, stream);
   return make_error(Code::internal, "stream_kernel has no form for blocks of %d rows", block_rows);
 }
 
