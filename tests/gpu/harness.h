@@ -37,9 +37,12 @@ inline bool next_case(DType type, int bits) {
   return count++ % every == phase;
 }
 
+inline bool stop_at_failure = false;
+
 inline void expect(bool ok, const std::string& name, const std::string& detail = "") {
   ok ? ++report.passed : ++report.failed;
   std::printf("%s  %s%s%s\n", ok ? "ok  " : "FAIL", name.c_str(), detail.empty() ? "" : "  ", detail.c_str());
+  if (!ok && stop_at_failure) std::exit(1);
 }
 
 inline void must(gpu::Error error, const char* what) {

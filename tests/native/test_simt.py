@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from simt.build import ARCHITECTURES, GPU, Builder
+from simt.build import ARCHITECTURES, GPU, Builder, find_clang
 from simt.kernels import difference, of_program
 
 PHASES = 3  # of the cases of layers and groups, each a third, each in an order of its own
@@ -43,3 +43,14 @@ def test_every_kernel_runs_and_is_right(builder: Builder, arch: str) -> None:
         assert done.returncode == 0, "\n".join([*wrong[:20], done.stderr])
         ran |= kernels_run(done.stdout)
     assert not difference(ran, of_program(program), "in the program")
+
+
+@pytest.mark.slow
+def test_clang_s_program_is_right_too() -> None:
+    compiler = find_clang()
+    if compiler is None:
+        pytest.skip("needs clang++")
+    program = Builder(compiler).program("gfx942")
+    done = run(program, "--arch=gfx942", "--quick", "--list-kernels-run")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert not difference(kernels_run(done.stdout), of_program(program), "in the program")

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from simt.build import GPU, Builder
+from simt.build import GPU, Builder, find_clang
 
 pytestmark = pytest.mark.skipif(not GPU.is_dir(), reason="runs in a source checkout")
 
@@ -26,11 +26,12 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="module")
-def program() -> Path:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    return Builder("g++").engine_check()
+@pytest.fixture(scope="module", params=["g++", "clang++"])
+def program(request: pytest.FixtureRequest) -> Path:
+    compiler = find_clang() if request.param == "clang++" else shutil.which("g++")
+    if compiler is None:
+        pytest.skip(f"needs {request.param}")
+    return Builder(compiler).engine_check()
 
 
 def run(program: Path, arch: str, case: str, seed: int = 1) -> subprocess.CompletedProcess[str]:

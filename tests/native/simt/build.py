@@ -2,7 +2,8 @@
 
     python tests/native/simt/build.py gfx942      builds (or finds) the program and prints its path
 
-Objects are kept under build/simt by what they were made from: flags and preprocessed text. Architectures share what is the same in both.
+Objects are kept under build/simt by what they were made from: flags and preprocessed text, so that architectures share what is the same
+for both. Which text a file has is remembered by the contents of all files that it includes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -95,7 +97,7 @@ class Builder:
         ).stdout
         self.version = version.splitlines()[0]
         self.kind = "clang" if "clang" in version else "gcc"
-        self._objects: dict[Unit, Path] = {}
+        self._texts: dict[Path, str] = {}
 
     def units(self, arch: str, gpu: Path = GPU) -> list[Unit]:
         """Everything the program of `arch` is made of."""
@@ -158,20 +160,44 @@ class Builder:
             return program
 
     def _object(self, unit: Unit) -> Path:
-        if unit in self._objects:
-            return self._objects[unit]
+        known = (
+            self.folder
+            / "known"
+            / self._digest([unit.source.name, *unit.flags, *self._contents(unit.source)])
+        )
+        if known.exists():
+            path = self.folder / "objects" / known.read_text()
+            if path.exists():
+                os.utime(known), os.utime(path)
+                return path
         text = self._run([*unit.flags, "-E", "-P", str(unit.source)])
         plain = [
             flag for flag in unit.flags if not flag.startswith(("-D", "-I"))
         ]  # the text says what these do
         path = self.folder / "objects" / f"{unit.source.stem}-{self._digest([*plain, text])}.o"
+        for folder in (path.parent, known.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
             self._run([*unit.flags, "-c", str(unit.source), "-o", f"{path}.tmp"])
             Path(f"{path}.tmp").replace(path)
         os.utime(path)
-        self._objects[unit] = path
+        known.write_text(path.name)
         return path
+
+    def _contents(self, source: Path) -> Iterator[str]:
+        """The text of a file and of everything of this project that it includes."""
+        seen, todo = {source.resolve()}, [source.resolve()]
+        while todo:
+            current = todo.pop()
+            if current not in self._texts:
+                self._texts[current] = current.read_text(encoding="utf-8")
+            yield self._texts[current]
+            for name in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', self._texts[current], re.MULTILINE):
+                for base in (current.parent, HERE / "include"):
+                    header = (base / name).resolve()
+                    if header.is_file() and header not in seen:
+                        seen.add(header)
+                        todo.append(header)
 
     def _digest(self, parts: Iterable[str]) -> str:
         return hashlib.sha256("\0".join([self.version, *parts]).encode()).hexdigest()[:20]
@@ -183,7 +209,7 @@ class Builder:
         return done.stdout
 
     def _remove_unused(self) -> None:
-        for path in [*self.folder.glob("objects/*.o"), *self.folder.glob("*-*")]:
+        for path in [*self.folder.glob("objects/*"), *self.folder.glob("known/*"), *self.folder.glob("*-*")]:
             if time.time() - path.stat().st_mtime > UNUSED_SECONDS:
                 path.unlink(missing_ok=True)
 

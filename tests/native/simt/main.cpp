@@ -1,6 +1,6 @@
 // Runs the checks of tests/gpu through the shim. Options: --arch=gfx942, --seed=1, --quick, --every=N and --phase=I (cases I, I + N, ...
 // of the layer and grouped ones), --only-for="bf16 4" (those of this dtype and bits), --only=formats,align,layers,grouped,limits,
-// --list-kernels-run (their demangled names after the checks, one a line).
+// --stop (at the first failure), --list-kernels-run (their demangled names after the checks, one a line).
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -27,6 +27,8 @@ int main(int argc, char** argv) {
       quick = true;
     } else if (name == "--list-kernels-run") {
       list = true;
+    } else if (name == "--stop") {
+      stop_at_failure = true;
     } else if (name == "--every") {
       every = std::max(1, std::atoi(value.c_str()));
     } else if (name == "--only-for") {
