@@ -56,10 +56,6 @@ __device__ __forceinline__ int64_t weight_row(const GemmArgs& a, int64_t n0, int
   return a.gated ? column * a.column_step + ((r >> 3) & 1) * a.part_step : column;
 }
 
-__device__ __forceinline__ float with_bias(const GemmArgs& a, int64_t expert, int64_t row, float v) {
-  return a.w.bias ? v + load_float(a.w.bias, a.w.bias_dtype, expert * a.w.n + row) : v;
-}
-
 // Two neighbouring columns; `column` is even.
 __device__ __forceinline__ void store_pair(const GemmArgs& a, int64_t row, int64_t column, float v0, float v1) {
   const int64_t at = row * a.out_stride + column;
@@ -76,26 +72,47 @@ __device__ __forceinline__ void store_pair(const GemmArgs& a, int64_t row, int64
   if (column + 1 < a.columns) store_float(a.out, a.out_dtype, at + 1, v1);
 }
 
-// Sums of local rows r, r + 1 (a0, a1) and r + 8, r + 9 (b0, b1) of a tile, r % 16 in {0, 2, 4, 6}, for one row of out.
+// Local rows r, r + 1 and r + 8, r + 9 of the tile that starts at output column n0, r % 16 in {0, 2, 4, 6}, for any row of out.
+struct Outputs {
+  const GemmArgs& a;
+  int64_t column;
+  float bias[4] = {};
+
+  __device__ __forceinline__ Outputs(const GemmArgs& args, int64_t expert, int64_t n0, int r) : a(args) {
+    column = a.gated ? n0 + (r >> 4) * 8 + (r & 7) : n0 + r;
+    if (a.w.bias == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int64_t row = weight_row(a, n0, r + j % 2 + j / 2 * 8);
+      if (row >= 0) bias[j] = load_float(a.w.bias, a.w.bias_dtype, expert * a.w.n + row);
+    }
+  }
+
+  // Sums of the four.
+  __device__ __forceinline__ void store(int64_t row, float a0, float a1, float b0, float b1) const {
+    a0 += bias[0], a1 += bias[1], b0 += bias[2], b1 += bias[3];
+    if (a.gated) {
+      if (a.activation.kind == Activation::silu && !a.activation.has_limit) {  // by far the most frequent
+        store_pair(a, row, column, silu(a0) * b0, silu(a1) * b1);
+        return;
+      }
+      store_pair(a, row, column, activate(a.activation, a0, b0), activate(a.activation, a1, b1));
+      return;
+    }
+    if (a.activated) {
+      a0 = activate(a.activation, a0, 0.f);
+      a1 = activate(a.activation, a1, 0.f);
+      b0 = activate(a.activation, b0, 0.f);
+      b1 = activate(a.activation, b1, 0.f);
+    }
+    store_pair(a, row, column, a0, a1);
+    store_pair(a, row, column + 8, b0, b1);
+  }
+};
+
 __device__ __forceinline__ void finish(const GemmArgs& a, int64_t expert, int64_t row, int64_t n0, int r, float a0, float a1, float b0,
                                        float b1) {
-  const int64_t r0 = weight_row(a, n0, r), r1 = weight_row(a, n0, r + 1), s0 = weight_row(a, n0, r + 8), s1 = weight_row(a, n0, r + 9);
-  if (r0 >= 0) a0 = with_bias(a, expert, r0, a0);
-  if (r1 >= 0) a1 = with_bias(a, expert, r1, a1);
-  if (s0 >= 0) b0 = with_bias(a, expert, s0, b0);
-  if (s1 >= 0) b1 = with_bias(a, expert, s1, b1);
-  if (a.gated) {
-    store_pair(a, row, n0 + (r >> 4) * 8 + (r & 7), activate(a.activation, a0, b0), activate(a.activation, a1, b1));
-    return;
-  }
-  if (a.activated) {
-    a0 = activate(a.activation, a0, 0.f);
-    a1 = activate(a.activation, a1, 0.f);
-    b0 = activate(a.activation, b0, 0.f);
-    b1 = activate(a.activation, b1, 0.f);
-  }
-  store_pair(a, row, n0 + r, a0, a1);
-  store_pair(a, row, n0 + r + 8, b0, b1);
+  Outputs(a, expert, n0, r).store(row, a0, a1, b0, b1);
 }
 
 }  // namespace int4_emu::gpu

@@ -3,8 +3,7 @@
 // An atom has: kRows x kColumns x kDepth (rows of x, rows of the weight, k) of a block's tile, kThreads, kStages, kBlocks (wanted per
 // multiprocessor); Element, the type in shared memory; tile_elements(rows); put(tile, row, unit, float[8]); Sums; multiply(x tile,
 // weight tile, sums); for_each(sums, f), which calls f(row, r, a0, a1, b0, b1) as finish() in activation.cuh wants it; commit() and
-// wait(). With kAsync also copy_async(tile, row, unit, source, inside), wait() being for all but the newest kStages - 2 commits, and
-// Raw<kind>: packed weights of a step in registers.
+// wait(). With kAsync also copy_async(tile, row, unit, source, inside), wait() being for all but the newest kStages - 2 commits.
 #pragma once
 
 #include "gemm_args.h"
@@ -28,8 +27,6 @@ struct FmaAtom {
 
   __device__ static void commit() {}
   __device__ static void wait() {}
-  template <WeightKind>
-  struct Raw {};
 
   // Thread (tx, ty) of 16 x 16: rows ty + 16 i, columns r, r + 1, r + 8, r + 9.
   struct Sums {

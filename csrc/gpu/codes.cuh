@@ -7,6 +7,14 @@
 
 namespace int4_emu::gpu {
 
+// AWQ's slot order to plain order.
+__device__ inline uint32_t uninterleave(uint32_t word) {
+  uint32_t out = 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) out |= ((word >> (4 * (j / 2 + j % 2 * 4))) & 0xfu) << (4 * j);
+  return out;
+}
+
 // A PackedMatrix with what follows from its format, passed to kernels by value.
 struct CodeReader {
   PackedMatrix m;
@@ -20,8 +28,9 @@ struct CodeReader {
   bool vectors_aligned; // rows of the stored qweight may be read 16 bytes at a time
   int kw_shift;         // log2 of the codes in a word
 
-  // Bit position of the lane-th column of a word.
-  __device__ int shift(int lane) const { return m.bits * (traits.interleaved && m.bits == 4 ? lane / 2 + lane % 2 * 4 : lane); }
+  // Where the lane-th column of a word of eight 4-bit codes stands; bit position of that of any word.
+  __device__ int slot(int lane) const { return traits.interleaved ? lane / 2 + lane % 2 * 4 : lane; }
+  __device__ int shift(int lane) const { return m.bits * (m.bits == 4 ? slot(lane) : lane); }
 
   __device__ uint8_t code(int64_t b, int64_t o, int64_t k) const {
     const uint8_t* base = static_cast<const uint8_t*>(m.qweight) + b * source_size;
@@ -71,10 +80,7 @@ struct CodeReader {
     }
     word ^= flip;
     if (!traits.interleaved) return word;
-    uint32_t out = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) out |= ((word >> (4 * (j / 2 + j % 2 * 4))) & 0xfu) << (4 * j);
-    return out;
+    return uninterleave(word);
   }
 
   __device__ uint32_t eight_nibbles(int64_t b, int64_t o, int64_t k) const {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "activation.cuh"
+#include "direct_sm80.cuh"
 #include "mma_sm80.cuh"
 
 namespace int4_emu::gpu {
@@ -236,44 +237,6 @@ struct Decode {
   }
 };
 
-// The row blocks that a decode kernel works through: those of the sort, or made here from at most 32 ids, one block of each kind of
-// expert in the order of their first slots.
-struct DecodeBlocks {
-  const int32_t *rows, *experts;
-  int used;
-};
-
-__device__ inline DecodeBlocks decode_blocks(const GemmArgs& a) {
-  __shared__ int32_t rows[kDirectSlots * kDecodeTokens], experts[kDirectSlots];
-  __shared__ int used;
-  const int thread = static_cast<int>(threadIdx.x);
-  if (a.direct_slots == 0) {
-    int count = 0;
-    for (int64_t base = 0; base < a.blocks.blocks; base += kDecodeThreads) {
-      count += __syncthreads_count(base + thread < a.blocks.blocks && a.blocks.experts[base + thread] >= 0);
-    }
-    return {a.blocks.rows, a.blocks.experts, count};
-  }
-  if (thread < 32) {
-    const int expert = thread < a.direct_slots ? a.route.local_expert(thread) : -1;
-    for (int i = thread; i < kDirectSlots * kDecodeTokens; i += 32) rows[i] = -1;
-    __syncwarp();
-    uint32_t same = __match_any_sync(0xffffffffu, expert);
-    const int rank = __popc(same & ((1u << thread) - 1));
-    const bool leads = expert >= 0 && rank % kDecodeTokens == 0;
-    const uint32_t leaders = __ballot_sync(0xffffffffu, leads);
-    if (expert >= 0) {
-      for (int i = rank / kDecodeTokens * kDecodeTokens; i > 0; --i) same &= same - 1;
-      const int block = __popc(leaders & ((same & -same) - 1));  // of the slot that leads this one's block
-      rows[block * kDecodeTokens + rank % kDecodeTokens] = thread;
-      if (leads) experts[block] = expert;
-    }
-    if (thread == 0) used = __popc(leaders);
-  }
-  __syncthreads();
-  return {rows, experts, used};
-}
-
 // A tile's row block and place among the tiles of weight rows.
 struct DecodePlace {
   uint32_t block, column_tile;
@@ -293,7 +256,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks) decode_kernel(G
   const int warp = static_cast<int>(threadIdx.x) / 32;
   char* ring = dynamic_shared<char>() + warp * kStages * D::kStageBytes;
   if (a.wait_early) wait_for_previous();
-  const DecodeBlocks blocks = decode_blocks(a);
+  const UsedBlocks blocks = used_blocks<kDecodeTokens, kDecodeThreads>(a);
   const int64_t tiles = static_cast<int64_t>(blocks.used) * column_tiles;
   const int64_t first = tiles * blockIdx.x / gridDim.x, last = tiles * (blockIdx.x + 1) / gridDim.x;
   const int chunks = static_cast<int>((a.w.k + D::kChunk - 1) / D::kChunk);

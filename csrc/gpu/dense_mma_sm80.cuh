@@ -2,6 +2,7 @@
 // tiles of 16 rows as it has rows, not as many as fit: a small remainder of an expert costs little.
 #pragma once
 
+#include "direct_sm80.cuh"
 #include "gemm.cuh"
 #include "wgmma_sm80.cuh"
 
@@ -239,10 +240,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) dense_kernel(Ge
   T* stages = reinterpret_cast<T*>(shared + (1024 - static_cast<uint32_t>(__cvta_generic_to_shared(shared)) % 1024) % 1024);
   int64_t row_block, column_tile;
   tile_of_block(a.blocks.blocks, column_tiles, &row_block, &column_tile);
-  const int64_t expert = a.blocks.experts[row_block];
+  wait_for_previous();
+  let_next_start();
+  const int32_t *block_rows = a.blocks.rows, *block_experts = a.blocks.experts;
+  if constexpr (Tile::kRows == kDirectRows) {
+    if (a.direct_slots > 0) {
+      const UsedBlocks direct = used_blocks<Tile::kRows, Tile::kThreads>(a);
+      if (row_block >= direct.used) return;
+      block_rows = direct.rows, block_experts = direct.experts;
+    }
+  }
+  const int64_t expert = block_experts[row_block];
   if (expert < 0) return;
   const int thread = static_cast<int>(threadIdx.x);
-  const int32_t own = thread < Tile::kRows ? a.blocks.rows[row_block * Tile::kRows + thread] : -1;
+  const int32_t own = thread < Tile::kRows ? block_rows[row_block * Tile::kRows + thread] : -1;
   const bool valid = own >= 0 && own < a.blocks.row_count;
   if (thread < Tile::kRows) rows[thread] = valid ? own : -1;
   const int count = __syncthreads_count(valid), row_tiles = (count + 15) / 16;  // padding follows the rows
@@ -274,7 +285,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) dense_kernel(Ge
 template <class Tile, class T>
 Status launch_dense_tile(const GemmArgs& a, Stream stream) {
   const int64_t width = a.gated ? Tile::kColumns / 2 : Tile::kColumns, tiles = ceil_div(a.columns, width), blocks = a.blocks.blocks * tiles;
-  return launch("dense_kernel", dense_kernel<Tile, T>, blocks, Tile::kThreads, Tile::kSharedBytes, stream, a, tiles);
+  return launch_after("dense_kernel", dense_kernel<Tile, T>, blocks, Tile::kThreads, Tile::kSharedBytes, stream, a, tiles);
 }
 
 template <class T>

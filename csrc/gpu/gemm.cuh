@@ -104,26 +104,12 @@ __global__ void __launch_bounds__(Atom::kThreads, Atom::kBlocks) gemm_kernel(Gem
 
   typename Atom::Sums sums = {};
   const int64_t steps = (a.w.k + Atom::kDepth - 1) / Atom::kDepth;
-  // Packed weights of a family with asynchronous copies go through registers, one step ahead.
-  constexpr bool kRaw = Atom::kAsync && kKind != WeightKind::dense;
-  typename Atom::template Raw<kKind> raw;
-  const bool use_raw = kRaw && a.w_vector;
-  if constexpr (kRaw) {
-    if (use_raw) raw.begin(a, expert, n0);
-  }
   for (int64_t step = 0; step < Atom::kStages - 1; ++step) {
     if (step < steps) {
       fill_x(step);
-      if (!use_raw) fill_w(step);
+      fill_w(step);
     }
     Atom::commit();
-  }
-  if constexpr (kRaw) {
-    if (use_raw && steps > 0) {
-      raw.load(a, 0);
-      raw.store(a, w_tiles);
-      if (steps > 1) raw.load(a, 1);
-    }
   }
   for (int64_t step = 0; step < steps; ++step) {
     Atom::wait();
@@ -131,16 +117,10 @@ __global__ void __launch_bounds__(Atom::kThreads, Atom::kBlocks) gemm_kernel(Gem
     const int64_t next = step + Atom::kStages - 1;
     if (next < steps) {
       fill_x(next);
-      if (!use_raw) fill_w(next);
+      fill_w(next);
     }
     Atom::commit();
     Atom::multiply(x_tiles + step % Atom::kStages * kXTile, w_tiles + step % Atom::kStages * kWTile, sums);
-    if constexpr (kRaw) {
-      if (use_raw && step + 1 < steps) {
-        raw.store(a, w_tiles + (step + 1) % Atom::kStages * kWTile);
-        if (step + 2 < steps) raw.load(a, step + 2);
-      }
-    }
   }
   Atom::for_each(sums, [&](int row, int r, float a0, float a1, float b0, float b1) {
     if (rows[row] >= 0) finish(a, expert, rows[row], n0, r, a0, a1, b0, b1);

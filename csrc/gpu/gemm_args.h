@@ -32,10 +32,9 @@ struct GemmArgs {
   ActivationSpec activation;
   bool w_vector = false;  // weights come in 16-byte units inside one group
   int group_shift = -1;   // log2 of the group size where it is a power of two, 31 where there is one group
-  // The decode path alone:
   DeviceRoute route = {};
-  int direct_slots = 0;    // above 0: no sort was run, and so many slots find their experts by `route`
-  bool wait_early = true;  // the kernel before must end before weights and routing are read, not only before x is
+  int direct_slots = 0;    // above 0: no sort was run, and so many slots find their experts by `route` (kDirectSlots)
+  bool wait_early = true;  // on the decode path: the kernel before must end before weights and routing are read, not only x
 };
 
 // Group of column k, without a division where that can be.
@@ -48,11 +47,15 @@ constexpr int kFmaRows[] = {16, 64, 0};
 constexpr int kStreamRows[] = {16, 32, 64, 0};
 constexpr int kMmaRows[] = {16, 32, 64, 128, 0};
 constexpr int kDenseRows[] = {16, 64, 128, 0};
+constexpr int kPackedRows[] = {32, 64, 0};
 constexpr int kDecodeRows[] = {8, 0};
 
-constexpr int64_t kDecodeAverage = 8;  // rows per expert up to which packed weights take the decode path
-constexpr int64_t kDecodeDense = 8;    // rows in all up to which dense ones do
-constexpr int64_t kDirectSlots = 32;   // slots up to which it needs no sort
+// Rows per expert up to which packed weights take the decode path: where groups are at least 128 wide, and where they are narrower.
+constexpr int64_t kDecodeAverage = 4, kDecodeAverageNarrow = 3;
+constexpr int64_t kDecodeDense = 2;  // rows in all up to which dense ones do, whose own kernels would not fill the device
+// Slots up to which row blocks are made without a sort: on the decode path, and by the dense kernels of this block size.
+constexpr int64_t kDirectSlots = 32;
+constexpr int kDirectRows = 16;
 
 Status launch_gemm_fma(const GemmArgs& a, int block_rows, Stream stream);
 
@@ -61,6 +64,8 @@ Status launch_gemm_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream strea
 Status launch_gemm_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
 Status launch_dense_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream stream);
 Status launch_dense_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_packed_mma_sm80_bf16(const GemmArgs& a, int block_rows, Stream stream);
+Status launch_packed_mma_sm80_fp16(const GemmArgs& a, int block_rows, Stream stream);
 Status launch_decode_mma_sm80_bf16(const GemmArgs& a, Stream stream);
 Status launch_decode_mma_sm80_fp16(const GemmArgs& a, Stream stream);
 

@@ -18,6 +18,10 @@ __device__ inline void copy_async_4(void* shared, const void* global) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(global) : "memory");
 }
+__device__ inline void copy_async_4(void* shared, const void* global, bool inside) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(global), "r"(inside ? 4 : 0));
+}
 __device__ inline void commit_async() { asm volatile("cp.async.commit_group;\n"); }
 template <int kNewest>
 __device__ inline void wait_async() {

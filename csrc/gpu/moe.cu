@@ -22,22 +22,39 @@ __global__ void __launch_bounds__(kThreads) moe_sum_kernel(DeviceRoute route, co
   const int width = hidden - column < 4 ? static_cast<int>(hidden - column) : 4;
   const bool whole = hidden % 4 == 0;
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
-  for (int64_t j = 0; j < topk; ++j) {
-    const int64_t slot = token * topk + j;
-    if (route.local_expert(slot) < 0) continue;
-    const float weight = topk_weights ? topk_weights[slot] : 1.f;
-    const float* row = y + slot * hidden + column;
-    float v[4];
-    if (whole) {
-      const float4 four = *reinterpret_cast<const float4*>(row);
-      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-    } else {
-      for (int i = 0; i < 4; ++i) v[i] = i < width ? row[i] : 0.f;
+  // Several slots' loads at a time, added in slot order.
+  constexpr int kAtOnce = 8;
+  for (int64_t first = 0; first < topk; first += kAtOnce) {
+    bool routed[kAtOnce];
+    float weight[kAtOnce], v[kAtOnce][4];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) routed[j] = first + j < topk && route.local_expert(token * topk + first + j) >= 0;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      weight[j] = v[j][0] = v[j][1] = v[j][2] = v[j][3] = 0.f;
+      if (!routed[j]) continue;
+      const int64_t slot = token * topk + first + j;
+      const float* row = y + slot * hidden + column;
+      weight[j] = topk_weights ? topk_weights[slot] : 1.f;
+      if (whole) {
+        const float4 four = *reinterpret_cast<const float4*>(row);
+        v[j][0] = four.x, v[j][1] = four.y, v[j][2] = four.z, v[j][3] = four.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[j][i] = i < width ? row[i] : 0.f;
+      }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = fmaf(weight, v[i], sum[i]);
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (!routed[j]) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] = fmaf(weight[j], v[j][i], sum[i]);
+    }
   }
-  for (int i = 0; i < width; ++i) store_float(out, dtype, token * hidden + column + i, sum[i]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i < width) store_float(out, dtype, token * hidden + column + i, sum[i]);
+  }
 }
 
 GemmArgs up_args(const MoeProblem& p, void* h, int64_t h_stride) {
@@ -120,8 +137,8 @@ Status fused_moe(const MoeProblem& p, void* workspace, size_t bytes, void* strea
     if (Status s = make_plan(atom, projections, 2, layer.slots, p.w13.experts, &plan); !s) return s;
     const int64_t blocks = worst_blocks(layer.slots, p.w13.experts, plan.block_rows);
     const SortTarget target{layer.rows, layer.block_experts, nullptr, nullptr, blocks, plan.block_rows};
-    const bool direct =
-        plan.path == Path::decode && layer.slots <= kDirectSlots && !needs_gather(projections[0]) && !needs_gather(projections[1]);
+    const bool few = layer.slots <= kDirectSlots && !needs_gather(projections[0]) && !needs_gather(projections[1]);
+    const bool direct = few && (plan.path == Path::decode || (plan.path == Path::dense && plan.block_rows == kDirectRows));
     if (!direct) {
       if (Status s = launch_sort_by_expert(route, layer.slots, target, layer.sort, stream); !s) return s;
     }

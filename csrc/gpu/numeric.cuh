@@ -98,27 +98,33 @@ __device__ inline void store_eight(T* to, const float* f) {
   *reinterpret_cast<Vec4*>(to) = v;
 }
 
-// The same at p[i..i + 8) of a type known at run time, and eight floats from there, in 16-byte loads.
+// The same at p[i..i + 8) of a type known at run time.
 __device__ inline void store_eight(void* p, DType type, int64_t i, const float* f) {
   if (type == DType::f32) return store_eight(static_cast<float*>(p) + i, f);
   if (type == DType::bf16) return store_eight(static_cast<Bf16*>(p) + i, f);
   store_eight(static_cast<Fp16*>(p) + i, f);
 }
-__device__ inline void load_eight(const void* p, DType type, int64_t i, float* f) {
-  if (type == DType::f32) {
-    const Vec4* v = reinterpret_cast<const Vec4*>(static_cast<const float*>(p) + i);
-    const Vec4 low = v[0], high = v[1];
+// Eight 16-bit elements of a type known at run time.
+__device__ inline void widen_eight(const Vec4& v, DType type, float* f) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) f[j] = as_float(low.w[j]), f[4 + j] = as_float(high.w[j]);
-    return;
+  for (int j = 0; j < 8; ++j) {
+    const uint16_t bits = static_cast<uint16_t>(v.w[j / 2] >> (j % 2 * 16));
+    f[j] = type == DType::bf16 ? to_float(Bf16{bits}) : to_float(Fp16{bits});
   }
-  const Vec4 v = *reinterpret_cast<const Vec4*>(static_cast<const uint16_t*>(p) + i);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const uint16_t low = static_cast<uint16_t>(v.w[j]), high = static_cast<uint16_t>(v.w[j] >> 16);
-    f[2 * j] = type == DType::bf16 ? to_float(Bf16{low}) : to_float(Fp16{low});
-    f[2 * j + 1] = type == DType::bf16 ? to_float(Bf16{high}) : to_float(Fp16{high});
-  }
+}
+
+__device__ inline uint32_t low_pair(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+__device__ inline uint32_t high_pair(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+
+// (code - zero) * factor of the codes in bits 0..3 and 16..19, in T's own arithmetic: exact but for one rounding. `minus_zero` and
+// `factor` are pairs. Only where kPairMath.
+template <class T>
+__device__ inline uint32_t scale_code_pair(uint32_t codes, uint32_t minus_zero, uint32_t factor) {
+  // The number in whose last bits a code fits, its negative, and one.
+  constexpr bool kBf16 = std::is_same<T, Bf16>::value;
+  constexpr uint32_t kMagic = kBf16 ? 0x43004300u : 0x64006400u, kOne = kBf16 ? 0x3f803f80u : 0x3c003c00u;
+  const uint32_t code = hardware_pair_fma(kBf16, hardware_merge(codes, 0x000f000fu, kMagic), kOne, kMagic | 0x80008000u);
+  return hardware_pair_fma(kBf16, hardware_pair_fma(kBf16, code, kOne, minus_zero), factor, 0x80008000u);  // + (-0)
 }
 
 }  // namespace int4_emu::gpu

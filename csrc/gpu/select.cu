@@ -112,6 +112,9 @@ Status launch_family(const GemmArgs& a, const Plan& plan, Stream stream) {
   if (plan.path == Path::dense) {
     return bf16 ? launch_dense_mma_sm80_bf16(a, plan.block_rows, stream) : launch_dense_mma_sm80_fp16(a, plan.block_rows, stream);
   }
+  if (plan.path == Path::packed) {
+    return bf16 ? launch_packed_mma_sm80_bf16(a, plan.block_rows, stream) : launch_packed_mma_sm80_fp16(a, plan.block_rows, stream);
+  }
 #endif
   const Family& family = family_of(plan.atom);
   const Launcher run = bf16 ? family.bf16 : family.fp16;
@@ -128,7 +131,7 @@ const char* stream_refuses(const GemmArgs& a) {
   return a.w.packed && a.w.groups > 1 && a.w.group_size % 32 != 0 ? "groups are no multiple of 32" : nullptr;
 }
 
-// Whether scales and zero points may be read by aligned words of four bytes, and groups are found by a shift, as the decode path does.
+// Whether scales and zero points may be read by aligned words of four bytes, and groups are found by a shift, as the decode and the packed path do.
 bool groups_in_words(const GemmArgs& a) {
   const Weight& w = a.w;
   const int64_t count = w.experts * w.n * w.groups;
@@ -246,21 +249,27 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
     plan->block_rows = rows_for(plan->fallback ? kFmaRows : kStreamRows, average);
     return {};
   }
-  bool vector = true, dense = true, words = true;
+  bool vector = true, dense = true, packed = true, words = true;
+  int64_t decode_average = kDecodeAverage;
   for (int i = 0; i < count; ++i) {
     vector = vector && projections[i].w_vector;
-    dense = dense && !projections[i].w.packed;
     words = words && groups_in_words(projections[i]);
     // Where rows of x start, in units of 16 bytes.
-    dense = dense && rows / projections[i].row_divisor * (projections[i].x_stride / 8) <= UINT32_MAX;
+    const bool near = rows / projections[i].row_divisor * (projections[i].x_stride / 8) < UINT32_MAX;
+    dense = dense && near && !projections[i].w.packed;
+    packed = packed && near && projections[i].w.packed;
+    if (projections[i].group_shift < 7) decode_average = kDecodeAverageNarrow;
   }
-  if (vector && words && (dense ? rows <= kDecodeDense : average <= kDecodeAverage)) {
+  if (vector && words && (dense ? rows <= kDecodeDense : average <= decode_average)) {
     plan->path = Path::decode;
     plan->block_rows = rows_for(kDecodeRows, average);
   } else if (vector && dense) {
     // Sizes that hold most experts: a second block of an expert would read its weights again.
     plan->path = Path::dense;
     plan->block_rows = rows_for(kDenseRows, average + average / 4);
+  } else if (vector && packed && words) {
+    plan->path = Path::packed;
+    plan->block_rows = rows_for(kPackedRows, average);
   } else {
     plan->block_rows = rows_for(kMmaRows, average);
   }

@@ -8,8 +8,9 @@ namespace int4_emu::gpu {
 // Fills what follows from pointers, strides and dtypes: out_pairs, w_vector.
 void describe_memory(GemmArgs& a);
 
-// mma_sm80 has kernels of its own for weights that come in 16-byte units along k: for few rows per expert, and for dense weights.
-enum class Path : int { tiles = 0, dense = 1, decode = 2 };
+// mma_sm80 has kernels of its own for weights that come in 16-byte units along k: for few rows per expert (decode), and for more of them
+// by dense or packed weights.
+enum class Path : int { tiles = 0, dense = 1, decode = 2, packed = 3 };
 
 // The kernels of one call, fixed before the row blocks are made, since these depend on them.
 struct Plan {

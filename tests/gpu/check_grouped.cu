@@ -50,6 +50,8 @@ void check_grouped() {
         check_case({3, 3, 10, 77, 77, 90}, 100, 72, 96, type, bits, true, atom);
         check_case({0, 2, 2, 3}, 3, 40, 64, type, bits, false, atom);
         check_case({0, 131}, 131, 33, 35, type, bits, true, atom);
+        check_case({0, 0, 70, 70, 200, 231, 233}, 240, 38, 160, type, bits, false, atom);
+        check_case({0, 17, 34, 99, 100}, 100, 300, 224, type, bits, true, atom);
       }
     }
   }

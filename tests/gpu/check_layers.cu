@@ -153,6 +153,16 @@ void check_layers() {
       for (int bits : {4, 8}) {  // ... for every number of rows per block
         chunked.bits = bits, chunked.group = 128;
         for (int64_t tokens : {int64_t{36}, int64_t{60}}) chunked.tokens = tokens, run(chunked);
+        // Blocks that are not full, several of an expert, k past a stage, scales of each type.
+        Case many{"many rows per expert", 45, 288, 160, 5, 2};
+        many.bits = bits, many.bias = true, many.scale_dtype = type;
+        for (int64_t tokens : {int64_t{45}, int64_t{100}, int64_t{170}, quick ? int64_t{200} : int64_t{400}}) {
+          many.tokens = tokens, many.zeros = !many.zeros, run(many);
+        }
+        many.tokens = 110, many.group = 64, many.scale_dtype = DType::f16, run(many);
+        many.scale_dtype = DType::f32, many.order = W13Order::interleaved, run(many);
+        many.scale_dtype = type, many.group = -1, run(many);
+        many.activation = activation(Activation::relu2_no_mul), run(many);
       }
       Case narrow{"long rows, few of them", 3, 800, 64, 2, 1};
       for (int bits : {0, 4, 8}) {

@@ -153,7 +153,7 @@ void time_everything() {
   const double copy = copy_bytes_per_us(stream);
   std::printf("device copy, read and write: %.2f TB/s\n", copy / 1e6);
   time_dequantize(stream, copy);
-  const Shape shapes[] = {{"mixtral", 4096, 14336, 8, 2, 128}, {"qwen3", 2048, 768, 128, 8, 32}};
+  const Shape shapes[] = {{"mixtral", 4096, 14336, 8, 2, 128}, {"qwen3", 2048, 768, 128, 8, 32}, {"dsv3-32", 7168, 2048, 32, 8, 32}};
   for (const Shape& s : shapes) {
     for (bool packed : {true, false}) time_layer(stream, s, packed, copy);
   }
