@@ -7,7 +7,6 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from amd import parse
@@ -16,8 +15,13 @@ R_AMDGPU_RELATIVE64 = 13
 S_NOP = 0xBF800000
 # Nothing here has caches: these would be all that an instruction-level emulator need not know.
 CACHE = re.compile(
-    r"^(buffer_(inv\w*|wb\w*|gl[01]_inv)|global_(inv|wb|wbinv)|s_dcache_(inv|wb)\w*|s_icache_inv|s_gl1_inv|s_prefetch\w*)$"
+    r"(buffer_(inv\w*|wb\w*|gl[01]_inv)|global_(inv|wb|wbinv)|s_dcache_(inv|wb)\w*|s_icache_inv|s_gl1_inv|s_prefetch\w*)$"
 )
+INSTRUCTION = re.compile(
+    r"^\t((?:buffer|global|s_[dip]|s_gl|flat)\w*)[^\n/]*// ([0-9A-F]+): ((?:[0-9A-F]{8} ?)+)", re.MULTILINE
+)
+# What the emulator reads of a FLAT instruction and the hardware does not: the scalar address. 0x7f says that there is none.
+NO_ADDRESS = 0x7F << 16
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,6 @@ class Descriptor:
                 value = kernarg if bit == 3 else 0
                 registers += [value & 0xFFFFFFFF, value >> 32][:count] if count <= 2 else [0] * count
         return registers
-
-
-# What the emulator reads of a FLAT instruction and the hardware does not: the scalar address. 0x7f says that there is none.
-NO_ADDRESS = 0x7F << 16
 
 
 class CodeObject:
@@ -89,17 +89,17 @@ class CodeObject:
         return found
 
     def _silence(self, disassembly: str) -> int:
-        """Cache instructions become no operations; how many."""
+        """Cache instructions become no operations (how many is returned), and FLAT ones say what the emulator wants to hear."""
         count, wave = 0, next(iter(self.metadata.values())).wave
-        for code in parse.disassembly(disassembly).values():
-            for this, after in pairwise(code):
-                if CACHE.match(this.name):
-                    for at in range(this.address, after.address, 4):
-                        struct.pack_into("<I", self.memory, at, S_NOP)
-                    count += 1
-                if wave == 64 and this.name.startswith("flat_"):
-                    word = struct.unpack_from("<I", self.memory, this.address + 4)[0]
-                    struct.pack_into("<I", self.memory, this.address + 4, word | NO_ADDRESS)
+        for name, address, words in INSTRUCTION.findall(disassembly):
+            at = int(address, 16)
+            if CACHE.match(name):
+                for i in range(len(words.split())):
+                    struct.pack_into("<I", self.memory, at + 4 * i, S_NOP)
+                count += 1
+            elif wave == 64 and name.startswith("flat_"):
+                word = struct.unpack_from("<I", self.memory, at + 4)[0]
+                struct.pack_into("<I", self.memory, at + 4, word | NO_ADDRESS)
         return count
 
     def descriptor(self, kernel: str) -> Descriptor:

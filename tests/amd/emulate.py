@@ -12,7 +12,6 @@ import argparse
 import ctypes
 import importlib
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from amd import gates, launches
+from amd import gates, launches, parse
 from amd.code_object import CodeObject
 from amd.common import TARGETS, Failure, must, sources_for
 from amd.emulated_cases import CASES, Ops
@@ -51,24 +50,28 @@ class Machine:
 
     def __init__(self, arch: str, run_asm: Callable[..., int]) -> None:
         self.arch, self.run_asm = arch, run_asm
-        self.kernels: dict[str, CodeObject] = {}
         self.launched: dict[str, int] = {}
         self.error: Exception | None = None
-        self.silenced = 0
+        self.paths: dict[str, Path] = {}  # of each kernel's code object
+        self.loaded: dict[Path, CodeObject] = {}
+        self.notes: dict[Path, str] = {}
         for source in sources_for(arch):
             path = gates.OBJECTS / arch / f"{source.stem}.o"
+            self.notes[path] = must([launches.LLVM / "llvm-readelf", "--notes", path], path.name)
+            self.paths |= dict.fromkeys(parse.metadata(self.notes[path]), path)
+
+    def object_of(self, kernel: str) -> CodeObject:
+        """The loaded code object that holds a kernel."""
+        path = self.paths[kernel]
+        if path not in self.loaded:
             listing = must([launches.LLVM / "llvm-objdump", "-d", path], path.name)
-            notes = must([launches.LLVM / "llvm-readelf", "--notes", path], path.name)
-            if not re.search(r"^  - \.a", notes, flags=re.MULTILINE):
-                continue
-            loaded = CodeObject(path, listing, notes)
-            self.silenced += loaded.silenced
-            self.kernels |= dict.fromkeys(loaded.metadata, loaded)
+            self.loaded[path] = CodeObject(path, listing, self.notes[path])
+        return self.loaded[path]
 
     def launch(self, launch: Launch) -> None:
         """Runs a recorded launch to its end."""
         name = launch.kernel.decode()
-        loaded = self.kernels[name]
+        loaded = self.object_of(name)
         kernel, described = loaded.metadata[name], loaded.descriptor(name)
         kernarg = (ctypes.c_char * (described.kernarg + 256))()
         for i, (offset, size) in enumerate(kernel.arguments):
@@ -96,6 +99,21 @@ class Machine:
         )
 
 
+def load_emulator(path: Path) -> Callable[..., int]:
+    """Its run_asm, after one correction: a 16-bit load at an odd address reads both bytes there, as a GPU does."""
+    sys.path.insert(0, str(path))
+    emulator, pseudocode = (importlib.import_module(f"test.mockgpu.amd.{name}") for name in ("emu", "pcode"))
+    dtypes, load = pseudocode.dtypes, pseudocode.Parser._handle_mem_load
+
+    def unaligned(self: Any, address: Any, dtype: Any) -> Any:
+        if dtype not in (dtypes.uint16, dtypes.int16):
+            return load(self, address, dtype)
+        return (load(self, address, dtypes.uint32) & 0xFFFF).cast(dtype)
+
+    pseudocode.Parser._handle_mem_load = unaligned
+    return emulator.run_asm
+
+
 def main() -> int:
     """Runs every case on every architecture asked for and prints a table row for each."""
     parser = argparse.ArgumentParser(
@@ -106,9 +124,7 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases whose name holds this")
     options = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.path.insert(0, str(options.emulator))
-    run_asm = importlib.import_module("test.mockgpu.amd.emu").run_asm
-
+    run_asm = load_emulator(options.emulator)
     commit = subprocess.run(
         ["git", "-C", options.emulator, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
@@ -128,7 +144,6 @@ def main() -> int:
     for arch in options.archs:
         device = library.recorder_add_device(arch.encode(), TARGETS[arch].wave)
         current[:] = [Machine(arch, run_asm)]
-        print(f"{arch}: {len(current[0].kernels)} kernels, {current[0].silenced} cache instructions silenced")
         ops = Ops(library, device)
         for name, case, bound in CASES:
             if options.cases not in name:
@@ -149,8 +164,8 @@ def main() -> int:
             print(
                 f"{arch:8} {name:44} {error:9.2e} <= {bound:7.1e} {'ok' if right else 'FAILED'} {time.monotonic() - began:5.1f} s"
             )
-        print(f"{arch}: ran {len(current[0].launched)} of {len(current[0].kernels)} kernels")
-        for kernel in sorted(set(current[0].kernels) - set(current[0].launched)):
+        print(f"{arch}: ran {len(current[0].launched)} of {len(current[0].paths)} kernels")
+        for kernel in sorted(set(current[0].paths) - set(current[0].launched)):
             print(f"{arch}: not run: {kernel}")
     print(f"{failed} failed")
     return 1 if failed else 0

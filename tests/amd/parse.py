@@ -47,7 +47,7 @@ def resource_usage(text: str) -> dict[str, Resources]:
             continue
         if remark[1] == "Function Name":
             name = remark[2]
-            found[name] = {}
+            found[name] = {"agprs": 0}  # not said where a chip has none
         elif remark[1] in REMARKS and name:
             found[name][REMARKS[remark[1]]] = int(remark[2])
     for kernel, values in found.items():
@@ -109,7 +109,7 @@ class Instruction:
 
 
 def disassembly(text: str) -> dict[str, list[Instruction]]:
-    """Function -> its instructions, from `llvm-objdump -d` of a code object: `name operands // address: words <symbol+offset>`."""
+    """Function -> its instructions, from `llvm-objdump -d` of a code object: `name operands// address: words <symbol+offset>`."""
     starts = {
         name: int(at, 16) for at, name in re.findall(r"^([0-9a-f]+) <(\S+)>:$", text, flags=re.MULTILINE)
     }
@@ -122,7 +122,7 @@ def disassembly(text: str) -> dict[str, list[Instruction]]:
                 [] if name == ".text" else functions.setdefault(name, [])
             )  # the section itself, where it is empty
             continue
-        said, comment, rest = line.partition(" // ")
+        said, comment, rest = line.partition("// ")
         if not comment or not line.startswith("\t"):
             continue
         name, _, operands = said.strip().partition(" ")
