@@ -47,7 +47,7 @@ constexpr int kFmaRows[] = {16, 64, 0};
 constexpr int kStreamRows[] = {16, 32, 64, 0};
 constexpr int kMmaRows[] = {16, 32, 64, 128, 0};
 constexpr int kDenseRows[] = {16, 64, 128, 0};
-constexpr int kPackedRows[] = {32, 64, 0};
+constexpr int kPackedRows[] = {32, 80, 0}, kPackedZerosRows[] = {32, 64, 0};  // zero points, or scales in another type than x
 constexpr int kDecodeRows[] = {8, 0};
 
 // Rows per expert up to which packed weights take the decode path: where groups are at least 128 wide, and where they are narrower.

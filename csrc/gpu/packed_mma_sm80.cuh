@@ -27,6 +27,7 @@ struct PackedTile {
   static constexpr size_t kStageBytes = sizeof(Vec4) * kStages * kStageVectors, kSumBytes = sizeof(float) * kTokens * kSumStride;
   static constexpr size_t kSharedBytes = kStageBytes > kSumBytes ? kStageBytes : kSumBytes;
   static constexpr uint32_t kNoRow = 0xffffffffu;
+  static_assert(kSharedBytes + 1024 <= 99 * 1024, "what the smallest multiprocessors give a block");
   static_assert(kCopyRows % 16 == 0 && kThreads % (2 * kUnits) == 0, "what a thread copies repeats in the same place of a tile");
 
   const GemmArgs& a;
@@ -292,11 +293,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) packed_kernel(G
   {
     const Tile tile(a, expert, n0, reinterpret_cast<Vec4*>(sums), x_units);
     // Rows that pad a block are its last ones: work is done for the tiles before them alone.
-    constexpr int kTiles = kTokens / 8, kHalf = kTiles >= 8 ? kTiles / 2 : kTiles;
-    if (kTiles > 2 && rows[16] < 0) {
+    constexpr int kTiles = kTokens / 8;
+    const auto fewer = [&](int tiles) { return tiles < kTiles && rows[tiles * 8 % kTokens] < 0; };
+    if (fewer(2)) {
       tile.template run<2>();
-    } else if (kHalf < kTiles && rows[kHalf * 8 % kTokens] < 0) {
-      tile.template run<kHalf>();
+    } else if (fewer(4)) {
+      tile.template run<(kTiles < 4 ? kTiles : 4)>();
+    } else if (fewer(8)) {
+      tile.template run<(kTiles < 8 ? kTiles : 8)>();
     } else {
       tile.template run<kTiles>();
     }
@@ -330,12 +334,14 @@ Status launch_packed_tile(const GemmArgs& a, Stream stream) {
 
 template <class T, WeightKind kKind, bool kOwnScale, bool kZeros>
 Status launch_packed_rows(const GemmArgs& a, int block_rows, Stream stream) {
+  // Zero points take registers that the sums of the last two tiles would need.
+  constexpr int kTiles = kZeros ? 8 : 10;
   if (block_rows == 32) return launch_packed_tile<PackedTile<T, kKind, kOwnScale, kZeros, 4, 4, 4, 3, 2>>(a, stream);
-  if (block_rows == 64) {
+  if (block_rows == 8 * kTiles) {
     // Tiles half as wide where wide ones would come in so few rounds that the last one counts.
     const bool narrow = a.blocks.blocks * ceil_div(a.columns, a.gated ? 128 : 256) < 3 * multiprocessors();
-    return narrow ? launch_packed_tile<PackedTile<T, kKind, kOwnScale, kZeros, 8, 4, 2, 2, 3>>(a, stream)
-                  : launch_packed_tile<PackedTile<T, kKind, kOwnScale, kZeros, 8, 4, 4, 3, 2>>(a, stream);
+    return narrow ? launch_packed_tile<PackedTile<T, kKind, kOwnScale, kZeros, kTiles, 4, 2, 2, 3>>(a, stream)
+                  : launch_packed_tile<PackedTile<T, kKind, kOwnScale, kZeros, kTiles, 4, 4, 2, 2>>(a, stream);
   }
   return make_error(Code::internal, "packed_kernel has no form for blocks of %d rows", block_rows);
 }
@@ -343,7 +349,7 @@ Status launch_packed_rows(const GemmArgs& a, int block_rows, Stream stream) {
 template <class T, WeightKind kKind>
 Status launch_packed_kind(const GemmArgs& a, int block_rows, Stream stream) {
   if (!sm80::is_type<T>(a.w.scale_dtype)) return launch_packed_rows<T, kKind, false, true>(a, block_rows, stream);
-  return a.w.zeros ? launch_packed_rows<T, kKind, true, true>(a, block_rows, stream)
+  return a.w.zeros || block_rows == 64 ? launch_packed_rows<T, kKind, true, true>(a, block_rows, stream)
                    : launch_packed_rows<T, kKind, true, false>(a, block_rows, stream);
 }
 

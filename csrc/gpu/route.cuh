@@ -41,12 +41,8 @@ inline int64_t worst_blocks(int64_t rows, int64_t experts, int64_t block) {
 // Rows per block lie within these; an array of row positions that suits any choice.
 constexpr int64_t kFewestBlockRows = 8, kMostBlockRows = 128;
 inline int64_t worst_rows(int64_t rows, int64_t experts) {
-  int64_t most = 0;
-  for (int64_t block = kFewestBlockRows; block <= kMostBlockRows; block *= 2) {
-    const int64_t needed = worst_blocks(rows, experts, block) * block;
-    most = needed > most ? needed : most;
-  }
-  return most;
+  const int64_t touched = rows < experts ? rows : experts, bound = rows + touched * kMostBlockRows, each = rows * kMostBlockRows;
+  return each < bound ? each : bound;
 }
 
 // Sorts `slots` slots by expert into blocks of block_rows (align.cu). `rows` [capacity_blocks * block_rows], `block_experts`

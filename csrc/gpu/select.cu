@@ -249,7 +249,7 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
     plan->block_rows = rows_for(plan->fallback ? kFmaRows : kStreamRows, average);
     return {};
   }
-  bool vector = true, dense = true, packed = true, words = true;
+  bool vector = true, dense = true, packed = true, words = true, plain = true;
   int64_t decode_average = kDecodeAverage;
   for (int i = 0; i < count; ++i) {
     vector = vector && projections[i].w_vector;
@@ -258,6 +258,7 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
     const bool near = rows / projections[i].row_divisor * (projections[i].x_stride / 8) < UINT32_MAX;
     dense = dense && near && !projections[i].w.packed;
     packed = packed && near && projections[i].w.packed;
+    plain = plain && projections[i].w.zeros == nullptr && projections[i].w.scale_dtype == projections[i].x_dtype;
     if (projections[i].group_shift < 7) decode_average = kDecodeAverageNarrow;
   }
   if (vector && words && (dense ? rows <= kDecodeDense : average <= decode_average)) {
@@ -269,7 +270,7 @@ Status make_plan(Atom forced, const GemmArgs* projections, int count, int64_t ro
     plan->block_rows = rows_for(kDenseRows, average + average / 4);
   } else if (vector && packed && words) {
     plan->path = Path::packed;
-    plan->block_rows = rows_for(kPackedRows, average);
+    plan->block_rows = rows_for(plain ? kPackedRows : kPackedZerosRows, average);
   } else {
     plan->block_rows = rows_for(kMmaRows, average);
   }

@@ -159,7 +159,8 @@ void check_layers() {
         for (int64_t tokens : {int64_t{45}, int64_t{100}, int64_t{170}, quick ? int64_t{200} : int64_t{400}}) {
           many.tokens = tokens, many.zeros = !many.zeros, run(many);
         }
-        many.tokens = 110, many.group = 64, many.scale_dtype = DType::f16, run(many);
+        many.zeros = false, run(many);
+        many.zeros = true, many.tokens = 110, many.group = 64, many.scale_dtype = DType::f16, run(many);
         many.scale_dtype = DType::f32, many.order = W13Order::interleaved, run(many);
         many.scale_dtype = type, many.group = -1, run(many);
         many.activation = activation(Activation::relu2_no_mul), run(many);
