@@ -88,7 +88,7 @@ MUTANTS = {
         "stream.cuh", "const bool inside = octet * 8 < k_count;", "const bool inside = true;"
     ),
     "order of k of one operand": Mutant(
-        "stream.cuh", "if constexpr (kKind != WeightKind::int4) return v;", "return v;"
+        "stream_fill.cuh", "if constexpr (kKind != WeightKind::int4) return v;", "return v;"
     ),
     "halves of k of one operand": Mutant(
         "mma_amd.cuh",
