@@ -134,7 +134,8 @@ Status fused_moe(const MoeProblem& p, void* workspace, size_t bytes, void* strea
   if (p.w13.experts > 0 && layer.slots > 0) {
     GemmArgs projections[2] = {layer.up, layer.down};
     Plan plan;
-    if (Status s = make_plan(atom, projections, 2, layer.slots, p.w13.experts, &plan); !s) return s;
+    // The slots spread over all experts, of which other ranks may hold some.
+    if (Status s = make_plan(atom, projections, 2, layer.slots, p.global_experts, &plan); !s) return s;
     const int64_t blocks = worst_blocks(layer.slots, p.w13.experts, plan.block_rows);
     const SortTarget target{layer.rows, layer.block_experts, nullptr, nullptr, blocks, plan.block_rows};
     const bool few = layer.slots <= kDirectSlots && !needs_gather(projections[0]) && !needs_gather(projections[1]);
