@@ -6,6 +6,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 build=${SANITIZE_BUILD:-build/sanitize}
 mkdir -p "$build"
+build=$(cd "$build" && pwd)
 summary=()
 failed=0
 
@@ -51,7 +52,7 @@ if [ "${1:-gpu}" != gpu ]; then
 elif [ -n "$reason" ]; then
   summary+=("gpu=skipped ($reason)")
 else
-  report build make -s -j "$(nproc)" -C tests/gpu BUILD="$PWD/$build/gpu"
+  report build make -s -j "$(nproc)" -C tests/gpu BUILD="$build/gpu"
   if [ "${summary[-1]}" = build=ran ]; then
     for name in memcheck racecheck initcheck synccheck; do
       (tool $name >"$build/$name.out" 2>&1; echo $? >"$build/$name.status") &

@@ -47,14 +47,19 @@ def test_report_says_what_is_there_and_why_not_more(
 
 def test_report_knows_every_variable_that_the_sources_read() -> None:
     root = PACKAGE.parents[1]
-    sources = [*PACKAGE.rglob("*.py"), root / "setup.py"]
+    sources = [
+        *PACKAGE.rglob("*.py"),
+        root / "setup.py",
+        root / "build_tools.py",
+        *(root / "tests/amd").glob("*.py"),
+    ]
     sources += [p for p in (root / "csrc").rglob("*") if p.suffix in (".cpp", ".h", ".cu", ".cuh")]
     read = set()
     for path in sources:
         if path.is_file() and path.name != "report.py":
             text = path.read_text()
             read |= set(re.findall(r"getenv\(\"(INT4_EMU_\w+)\"", text))
-            read |= set(re.findall(r"environ(?:\.get\(|\[)\"(INT4_EMU_\w+)\"", text))
+            read |= set(re.findall(r"env(?:iron)?(?:\.get\(|\[)\"(INT4_EMU_\w+)\"", text))
             read |= set(re.findall(r"^ENVIRONMENT = \"(INT4_EMU_\w+)\"", text, re.MULTILINE))
     assert read
     assert read == set(ENVIRONMENT)

@@ -278,13 +278,20 @@ def _run(
     dtype = batch.x.dtype
     options |= {name: bias.to(dtype) for name, bias in layer.biases.items()}
     arguments = problems.experts_options(layer, activation)
+    # On the device before the backend is chosen: it may serve no other.
+    arguments, options = _on(device, arguments), _on(device, options)
     experts = Experts.from_format(**arguments, weights=weights, dtype=dtype, backend=backend, **options)
     return _forward(experts, batch, device, on_input)
 
 
+def _on(device: torch.device, value: Any) -> Any:
+    """Tensors, those inside dicts too, on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return {k: _on(device, v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
 def _forward(experts: Experts, batch: Batch, device: torch.device, on_input: bool = False) -> Tensor:
-    if device.type != "cpu":
-        experts = experts.to(device)
     x, weights, ids = (t.to(device) for t in (batch.x, batch.topk_weights, batch.topk_ids))
     result: Tensor = experts(x, weights, ids, apply_router_weight_on_input=on_input)
     return result
@@ -370,10 +377,10 @@ def _probe(ones: Tensor, bits: int, batch: Batch, backend: str, device: torch.de
         "backend": backend,
     }
     if bits == 16:
-        dense = ones.to(batch.x.dtype)
+        dense = ones.to(device, batch.x.dtype)
         return _forward(Experts(dense[:count], dense[count:], **options), batch, device)
-    packed = reference.pack_canonical(ones + (1 << (bits - 1)), bits)
-    scales = torch.ones(count, width, 2, dtype=torch.bfloat16)
+    packed = reference.pack_canonical(ones + (1 << (bits - 1)), bits).to(device)
+    scales = torch.ones(count, width, 2, dtype=torch.bfloat16, device=device)
     options |= {
         "w13_scales": scales,
         "w2_scales": scales,
