@@ -177,6 +177,8 @@ def run() -> None:
         raise Skip("there is no nvcc on PATH or in CUDA_HOME")
     import torch
 
+    if torch.version.cuda or torch.version.hip:
+        raise Skip(f"it compiles beside a CPU torch, and torch {torch.__version__} is not one")
     folder = build()
     library = folder / "_C_gpu.abi3.so"
     check_library(library, stable_names(Path(torch.__file__).parent), ("torch_cpu",))
