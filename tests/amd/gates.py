@@ -34,13 +34,13 @@ FLAGS = [
 ]
 
 # Waves that must fit a SIMD, by a kernel's name; the first that matches. Eight (gfx9) or sixteen (gfx11, gfx12) are the most.
-LEAST_OCCUPANCY = [("gemm_kernel<FmaAtom<64>", 2), ("gemm_kernel|stream_kernel", 2), ("", 4)]
+LEAST_OCCUPANCY = [("stream_kernel<Wmma", 6), ("stream_kernel", 2), ("gemm_kernel", 2), ("", 4)]
 # Vector-ALU instructions per weight in the main loop: gfx942, int4, one tile of 16 tokens, by the form of the scales.
 MOST_VALU = {"whole": 1.0, "pieces": 1.2}
 FORMS = ["whole", "pieces"]  # in the order of the kernels' enumeration
 WIDE_LOAD = re.compile(r"(global|buffer)_load_(dwordx4|b128)$")
 WIDE_STORE = re.compile(r"(global|buffer)_store_(dwordx4|b128)$")
-STORES_WIDE = ("dequantize_int4_kernel",)
+STORES_WIDE = "dequantize_int4_kernel"
 
 
 @dataclass(frozen=True)

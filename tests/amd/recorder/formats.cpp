@@ -20,7 +20,7 @@ PackedMatrix matrix(Format format, int bits, int64_t batch, int64_t out_features
   return m;
 }
 
-// A warp takes 32 units of eight columns of one row, or, transposed, 8 rows by 4 units; a thread takes 4 of either.
+// The general kernel: a warp takes 32 units of eight columns of one row, or, transposed, 8 rows by 4 units; a thread takes 4 of either.
 int64_t dequantize_blocks(const PackedMatrix& m, bool transposed) {
   const int64_t units = up(m.in_features, 8);
   return m.batch * (transposed ? up(m.out_features, 16) * up(units, 16 * 4) : up(m.out_features, 8) * up(units, 32 * 4));
@@ -31,16 +31,24 @@ void dequantisation(const char* arch) {
                      wide = matrix(Format::awq, 4, 2, 40, 1056, 32), bytes = matrix(Format::canonical, 8, 1, 7, 33, 33);
   run("unpack", arch, [&] { return gpu::unpack(rows, reinterpret_cast<uint8_t*>(memory(9)), kStream); },
       {{"dequantize_kernel", dequantize_blocks(rows, false), 256, 0}});
-  const auto dequantize = [&](const char* name, const PackedMatrix& m, const char* kernel, bool transposed) {
-    run(name, arch, [&] { return gpu::dequantize(m, DType::bf16, memory(9), kStream); }, {{kernel, dequantize_blocks(m, transposed), 256, 0}});
+  // Whole units of int4: 8 strips of 8 rows by 32 units of 8 columns a block, whatever the format.
+  const std::pair<const PackedMatrix*, const char*> whole[] = {{&rows, "0"}, {&tall, "1"}, {&wide, "2"}};
+  const std::pair<DType, const char*> types[] = {{DType::f32, "float"}, {DType::bf16, "Bf16"}, {DType::f16, "Fp16"}};
+  for (const auto& [m, words] : whole) {
+    for (const auto& [dtype, type] : types) {
+      const std::string kernel = std::string("dequantize_int4_kernel<(CodeReader::Words)") + words + ", " + type + ">";
+      run("dequantize int4", arch, [&, m = m, dtype = dtype] { return gpu::dequantize(*m, dtype, memory(9), kStream); },
+          {{kernel, m->batch * up(m->out_features, 64) * up(m->in_features, 256), 256, 0}});
+    }
+  }
+  const auto dequantize = [&](const char* name, const PackedMatrix& m, bool transposed) {
+    run(name, arch, [&] { return gpu::dequantize(m, DType::bf16, memory(9), kStream); },
+        {{"dequantize_kernel", dequantize_blocks(m, transposed), 256, 0}});
   };
-  dequantize("dequantize canonical", rows, "dequantize_int4_kernel<(CodeReader::Words)0>", false);
-  dequantize("dequantize gptq", tall, "dequantize_int4_kernel<(CodeReader::Words)1>", true);
-  dequantize("dequantize awq", wide, "dequantize_int4_kernel<(CodeReader::Words)2>", true);
-  dequantize("dequantize int8", bytes, "dequantize_kernel", false);
+  dequantize("dequantize int8", bytes, false);
   PackedMatrix ordered = tall;
   ordered.g_idx = reinterpret_cast<const int32_t*>(memory(3));
-  dequantize("dequantize act-order", ordered, "dequantize_kernel", true);
+  dequantize("dequantize act-order", ordered, true);
   PackedMatrix nothing = rows;
   nothing.batch = 0;
   run("dequantize of no matrix", arch, [&] { return gpu::dequantize(nothing, DType::f32, memory(9), kStream); }, {});

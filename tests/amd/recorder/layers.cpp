@@ -12,18 +12,20 @@ struct Family {
   const char* name;  // of the kernel's template argument
   int wave_rows;     // weight rows that a block takes, 16 per wave
   int chunk;         // columns that share a scale in kernels of form 0
+  int split;         // waves that share out k where blocks are few
+  int wide;          // tiles of weight rows a wave takes beside 64 rows of x
 };
-const Family kFma{Atom::fma, "FmaAtom", 0, 0};
+const Family kFma{Atom::fma, "FmaAtom", 0, 0, 0, 0};
 
 Family family_of([[maybe_unused]] const std::string& arch) {
 #ifdef INT4_EMU_ATOM_MFMA_GFX9
-  if (arch == "gfx90a" || arch == "gfx942" || arch == "gfx950") return {Atom::mfma_gfx9, "MfmaGfx9", 4 * 16, 128};
+  if (arch == "gfx90a" || arch == "gfx942" || arch == "gfx950") return {Atom::mfma_gfx9, "MfmaGfx9", 4 * 16, 128, 2, 2};
 #endif
 #ifdef INT4_EMU_ATOM_WMMA_GFX11
-  if (arch.substr(0, 5) == "gfx11") return {Atom::wmma_gfx11, "WmmaGfx11", 8 * 16, 32};
+  if (arch.substr(0, 5) == "gfx11") return {Atom::wmma_gfx11, "WmmaGfx11", 8 * 16, 32, 4, 1};
 #endif
 #ifdef INT4_EMU_ATOM_WMMA_GFX12
-  if (arch.substr(0, 5) == "gfx12") return {Atom::wmma_gfx12, "WmmaGfx12", 8 * 16, 64};
+  if (arch.substr(0, 5) == "gfx12") return {Atom::wmma_gfx12, "WmmaGfx12", 8 * 16, 64, 4, 1};
 #endif
   return kFma;
 }
@@ -72,10 +74,13 @@ Want gemm(const Family& f, DType x, int kind, int64_t group_size, int64_t rows, 
     std::snprintf(name, sizeof(name), "gemm_kernel<FmaAtom<%d>, %s, (WeightKind)%d>", block, type_name(x), kind);
     return {name, blocks * up(columns, gated ? 32 : 64), 256, size_t{2} * (block + 64) * 36 * 4};
   }
-  const int row_tiles = block == 64 ? 2 : 1, width = f.wave_rows * row_tiles;
+  const int row_tiles = block == 64 ? f.wide : 1;
+  // Blocks of all waves side by side would not fill the device's 104 compute units twice: waves share out k instead.
+  const bool narrow = block == 16 && blocks * up(columns, f.wave_rows / 2) < 2 * 104;
+  const int split = narrow ? f.split : 1, width = f.wave_rows * row_tiles / split;
   const int form = kind == 0 || group_size % f.chunk == 0 ? 0 : 1;
-  std::snprintf(name, sizeof(name), "stream_kernel<%s<%s>, %s, (WeightKind)%d, (Form)%d, %d, %d>", f.name, type_name(x), type_name(x), kind, form,
-                block / 16, row_tiles);
+  std::snprintf(name, sizeof(name), "stream_kernel<%s<%s>, %s, (WeightKind)%d, (Form)%d, %d, %d, %d>", f.name, type_name(x), type_name(x), kind,
+                form, block / 16, row_tiles, split);
   return {name, blocks * up(columns, gated ? width / 2 : width), 256, 0};
 }
 
@@ -170,7 +175,7 @@ void gathered(const char* arch, DType x) {
 
 void layers(const char* arch) {
   const Family own = family_of(arch);
-  const Shape shapes[] = {{1, 8}, {100, 8}, {200, 8}, {4000, 8}, {3000000, 128}};
+  const Shape shapes[] = {{1, 8}, {100, 8}, {2000, 200}, {200, 8}, {4000, 8}, {3000000, 128}};
   for (const DType x : {DType::bf16, DType::f16, DType::f32}) {
     for (int kind = 0; kind < 3; ++kind) {
       for (const int64_t group_size : {int64_t{32}, int64_t{128}}) {
