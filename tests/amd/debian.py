@@ -20,6 +20,8 @@ from amd.common import (
     run,
     sources_for,
 )
+from native.simt.build import Builder, BuildError
+from native.simt.kernels import difference, of_code_objects, of_program
 
 PACKAGES = {
     "clang-19": "1:19.1.7",
@@ -103,6 +105,26 @@ def check_packages(install: bool) -> None:
             raise Failure(f"{name} must be {wanted}*, found {found}")
 
 
+def compare_kernels() -> None:
+    """The programs that run on the host have exactly the kernels of the objects, for an architecture of each wave size.
+
+    Raises:
+        Failure: a kernel that only one side has, or the host's compiler refused a file.
+    """
+    for arch in ("gfx942", "gfx1100"):
+        try:
+            ours = of_program(Builder().program(arch))
+        except BuildError as error:
+            raise Failure(str(error)) from error
+        theirs = of_code_objects(OBJECTS / arch / f"{source.stem}.o" for source in sources_for(arch))
+        only = difference(ours, theirs, "in the code objects")
+        if only:
+            raise Failure(
+                "\n".join([f"{arch}: kernels of the host's program and of the objects differ", *only])
+            )
+        print(f"a: {arch}: {len(theirs)} kernels, those that run on the host (tests/native/test_simt.py)")
+
+
 def compile_all(install: bool) -> None:
     """Part a."""
     check_packages(install)
@@ -131,3 +153,4 @@ def compile_all(install: bool) -> None:
     for arch in [*ARCHS, *extra]:
         print(f"a: {arch}: {len(sources_for(arch))} files compiled and linked")
     print(f"a: {compiler.compiled} of {len(work)} compiled anew in {took:.0f} s ({version}, {ROOT.name})")
+    compare_kernels()
