@@ -193,7 +193,8 @@ def test_grouped_gemm_past_2_31_elements() -> None:
 
 
 def test_no_memory_for_the_workspace_or_the_output() -> None:
-    layer = gpu_layer(tokens=16_384, top_k=8, hidden=2048, intermediate=1024)
+    # 32 MiB of result, gigabytes between the projections.
+    layer = gpu_layer(tokens=65_536, top_k=8, hidden=256, intermediate=4096)
     want = layer.run()
     # One token a million times: nothing but the result is large.
     many = layer.with_(
@@ -203,7 +204,7 @@ def test_no_memory_for_the_workspace_or_the_output() -> None:
     )
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (128 << 20)) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (256 << 20)) / total)
     try:
         for run, what in ((many.run, "output"), (layer.run, "workspace")):
             sentence = rf"^out of memory: no [0-9.e+]+ MiB of {what} on cuda:0$"
