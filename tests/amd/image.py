@@ -133,7 +133,8 @@ def use_image() -> None:
     if not any(SENTENCE in line for line in spoken) or "bound" not in spoken[-1]:
         raise Failure("int4-emu run said:\n" + "\n".join(spoken[-20:]))
     labels = config["Labels"]
-    print("labels: " + ", ".join(f"{name.rpartition('.')[2]} {value!r}" for name, value in sorted(labels.items()) if value))
+    ours = {name.partition("image.")[2]: value for name, value in sorted(labels.items()) if name.startswith("org.opencontainers.")}
+    print("labels: " + ", ".join(f"{name} {value!r}" for name, value in ours.items()))
     buildah("rm", container)
 
 
