@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from amd import image
 from amd.offload import code_objects, kernels
 from amd.rocm_build import SOURCES
 from int4_emu.cli import build_parser
@@ -193,6 +194,23 @@ def test_readme_runs_it_with_the_devices() -> None:
         "--ipc host",
     ):
         assert option in run[0], option
+
+
+def test_what_cannot_be_done_here_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(image, "FOLDER", tmp_path / "image")
+    monkeypatch.setattr(image.shutil, "which", lambda *a, **k: None)
+    monkeypatch.setattr(image.os, "geteuid", lambda: 0)
+    monkeypatch.setattr("sys.argv", ["image.py"])
+    monkeypatch.delenv("INT4_EMU_AMD_ALLOW_SKIP", raising=False)
+    assert image.main() == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(
+        r"image-check: lint=skipped \(.*hadolint.*\) base=skipped \(.*buildah.*\) build=not reached run=not reached", last
+    )
+    monkeypatch.setenv("INT4_EMU_AMD_ALLOW_SKIP", "1")
+    assert image.main() == 0
 
 
 # What amd-check and image-check read out of a library.

@@ -31,7 +31,7 @@ SENTENCE = "But soft, what light"
 
 def buildah(*arguments: str | Path, what: str = "") -> str:
     """Output of a buildah command on a storage of its own."""
-    storage = ["--root", FOLDER / "storage", "--runroot", FOLDER / "run", "--storage-driver", "overlay"]
+    storage: list[str | Path] = ["--root", FOLDER / "storage", "--runroot", FOLDER / "run", "--storage-driver", "overlay"]
     return must(["buildah", *storage, *arguments], what or f"buildah {arguments[0]}")
 
 

@@ -18,7 +18,7 @@ ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 SOURCES = ("pyproject.toml", "setup.py", "build_tools.py", "MANIFEST.in", "README.md", "LICENSE", "csrc", "python")
 # Undefined on purpose where torch is older: the library asks whether they are there.
 _OF_TORCH = re.compile(r"^(aoti_)?torch_")
-_CPP_OF_TORCH = re.compile(r"^_ZN?K?(St\d+)?\d*(2at|3c10|5torch|6caffe2)")
+_CPP_OF_TORCH = re.compile(r"^_Z(T[ISV])?NK?(2at|3c10|5torch|6caffe2)")
 _RUN = r"""
 set -eu
 tree=$1 python=$2 work=$3
@@ -115,7 +115,7 @@ def check_library(library: Path, stable: set[str], needed: tuple[str, ...]) -> N
     for name in ("c10_hip", "torch_hip", "torch_python", "c10_cuda", "torch_cuda"):
         if f"lib{name}.so" in needs:
             raise Failure(f"{library.name} needs lib{name}, which a torch for CPUs or another vendor lacks")
-    exported = set().union(*(names for letter, names in found.items() if letter not in "UwvV"))
+    exported = set().union(*(names for letter, names in found.items() if letter not in "Uwv"))
     if foreign := sorted(n for n in exported if not n.startswith("int4_emu_")):
         raise Failure(f"{library.name} exports {', '.join(foreign[:5])}")
     undefined = found.get("U", set())
