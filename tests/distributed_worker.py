@@ -192,6 +192,10 @@ def run_refusals(rank: int, world: int) -> dict[str, str]:
     attempt("shape", lambda: good(x, layer.topk_weights, layer.topk_ids))
     k = 3 if rank else 2
     attempt("k", lambda: good(layer.x, layer.topk_weights[:, :k], layer.topk_ids[:, :k]))
+    attempt("x dtype", lambda: good(layer.x.half(), layer.topk_weights, layer.topk_ids))
+    with torch.inference_mode(False), torch.enable_grad():
+        x = layer.x.clone().requires_grad_()
+        attempt("grad", lambda: good(x, layer.topk_weights, layer.topk_ids))
     y = good(layer.x, layer.topk_weights, layer.topk_ids)  # nothing is left out of step
     told["after"] = str(bool(y.isfinite().all()))
     padded = ExpertParallel(experts(), mode="padded", capacity=10)

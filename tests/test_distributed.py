@@ -161,6 +161,11 @@ def test_refusals(tmp_path: Path) -> None:
         assert "agree on dtype, got ['torch.bfloat16', 'torch.float16']" in errors["dtype"], errors
         assert "expert 0 must be held by exactly one rank, got [0, 1]" in errors["twice"], errors
         assert "k must be the same on every rank, got [2, 3]" in errors["k"], errors
+        assert (
+            errors["x dtype"]
+            == "TypeError: hidden_states must be torch.bfloat16 like the experts, got torch.float16"
+        )
+        assert errors["grad"].startswith("NotImplementedError: ExpertParallel is inference only"), errors
         assert errors["after"] == "True", (rank, errors)
         assert "at most capacity = 10 tokens, got 24" in errors["capacity"], errors
     assert told[0]["shape"] == "ValueError: hidden_states must be [..., H] with H = 64, got [24, 40]"

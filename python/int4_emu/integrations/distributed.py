@@ -116,7 +116,7 @@ class ExpertParallel(nn.Module):
         """Runs the layer on this rank's tokens; every rank of the group calls it.
 
         Args:
-            hidden_states: [..., H].
+            hidden_states: [..., H] in the dtype of `experts`.
             topk_weights: [M, k] floating point, M = the product of the leading dimensions.
             topk_ids: [M, k] int32 or int64, global expert ids; outside [0, global E) = unrouted. k is the same on every rank.
             apply_router_weight_on_input: k = 1 only.
@@ -262,8 +262,12 @@ class ExpertParallel(nn.Module):
             return TypeError(
                 f"topk_ids must be int32 or int64 and topk_weights floating point, got {ids.dtype} and {weights.dtype}"
             )
-        if not self.experts.is_packed and x.dtype != self.experts.dtype:
-            return TypeError(f"hidden_states must be {self.experts.dtype} like the weights, got {x.dtype}")
+        if x.dtype != self.experts.dtype:  # the same on every rank, as compared at construction
+            return TypeError(f"hidden_states must be {self.experts.dtype} like the experts, got {x.dtype}")
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            return NotImplementedError(
+                "ExpertParallel is inference only and has no backward: call the model under torch.no_grad()"
+            )
         for name, t in (("hidden_states", x), ("topk_weights", weights), ("topk_ids", ids)):
             if t.device != self.owner.device:
                 return TypeError(f"{name} must be on {self.owner.device} like the experts, got {t.device}")
