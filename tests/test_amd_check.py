@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from amd import check, common, gates, parse
+from amd import check, common, gates, launches, parse
 
 REMARKS = """\
 a.cu:25:1: remark: Function Name: _Z1kv [-Rpass-analysis=kernel-resource-usage]
@@ -213,6 +213,26 @@ def test_no_architecture_gets_another_vendor_s_files() -> None:
         assert {"align.cu", "dequantize.cu", "gemm_fma.cu", "select.cu"} <= files, arch
         assert not [f for f in files if "sm80" in f], arch
     assert not [f for f in names["gfx1100"] if "gfx9" in f or "gfx12" in f]
+
+
+# Launches.
+
+
+def test_launches_are_read_and_held_against_kernel_and_chip() -> None:
+    text = "launch gfx942 _Z1kv 10 256 1024\nFAIL something\n2 checks, 1 failed\n"
+    assert launches.read_launches(text) == [launches.Launch("gfx942", "_Z1kv", 10, 256, 1024)]
+    kernels = parse.metadata(NOTES)
+    assert launches.complaints(launches.Launch("gfx942", "_Z1kv", 10, 256, 65536 - 64), kernels) == []
+    for launch, said in [
+        (launches.Launch("gfx942", "_Z1kv", 10, 512, 0), "512 threads, compiled for 256"),
+        (launches.Launch("gfx942", "_Z1kv", 10, 256, 65536 - 63), "65536 are there"),
+        (launches.Launch("gfx942", "_Z1kv", 10, 96, 0), "96 threads in waves of 64"),
+        (launches.Launch("gfx942", "_Z1gv", 10, 1024, 0), "1024 threads in waves of 32"),
+        (launches.Launch("gfx942", "_Z1kv", 1 << 24, 256, 0), "2^32 threads"),
+        (launches.Launch("gfx942", "_Z1xv", 1, 256, 0), "not in the code objects"),
+    ]:
+        bad = launches.complaints(launch, kernels)
+        assert len(bad) == 1 and said in bad[0]
 
 
 # The end.

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from amd import debian, gates, tree
-from amd.common import WORK, Failure, Skip
+from amd.common import ROOT, WORK, Failure, Skip, run, sources_for
 
 PARTS = "abcd"
 
@@ -52,8 +52,19 @@ def launches(install: bool) -> None:
     importlib.import_module("amd.launches").check()
 
 
+def compile_and_compare(install: bool) -> None:
+    """Part a, and then: the kernels in the objects are the ones that run on the host (tests/native/simt)."""
+    debian.compile_all(install)
+    for arch in ("gfx942", "gfx1100"):
+        objects = [debian.OBJECTS / arch / f"{source.stem}.o" for source in sources_for(arch)]
+        done = run([sys.executable, ROOT / "tests/native/simt/kernels.py", arch, *objects])
+        if done.returncode != 0:
+            raise Failure(f"the host shim runs other kernels than those compiled for {arch}:\n{done.stdout[-4000:]}")
+        print(f"a: {done.stdout.strip()}: the same")
+
+
 RUN: dict[str, Callable[[bool], object]] = {
-    "a": debian.compile_all,
+    "a": compile_and_compare,
     "b": lambda install: gates.check_all(tree.obtain(install)),
     "c": rocm_build,
     "d": launches,

@@ -26,6 +26,7 @@ from native.simt.kernels import difference, of_code_objects, of_program
 PACKAGES = {
     "clang-19": "1:19.1.7",
     "lld-19": "1:19.1.7",
+    "llvm-19": "1:19.1.7",
     "libamdhip64-dev": "5.2.3",
     "rocm-device-libs": "5.2.3",
 }
