@@ -72,6 +72,7 @@ def flags_for(arch: str) -> list[str]:
             "-Wall",
             "-Wextra",
             "-Werror",
+            "-Wno-pass-failed",  # an occupancy that a launch bound asks for and unoptimised code misses
         ),
         *definitions(arch),
     ]
