@@ -77,8 +77,8 @@ def complaints(launch: Launch, kernels: dict[str, parse.Metadata]) -> list[str]:
 
 
 def objects_of(arch: str) -> list[Path]:
-    """Code objects of part b where it made them, else of part a."""
-    for folder in (gates.OBJECTS / arch, debian.OBJECTS / arch):
+    """Code objects of part a, which this part needs anyway, or of part b for what part a's compiler does not know."""
+    for folder in (debian.OBJECTS / arch, gates.OBJECTS / arch):
         paths = [folder / f"{source.stem}.o" for source in sources_for(arch)]
         if all(p.exists() for p in paths):
             return paths
