@@ -293,3 +293,19 @@ def test_an_object_is_made_anew_after_any_change(tmp_path: Path, monkeypatch: py
     header.write_text("2")
     assert [compiled(), compiled()] == [1, 0]
     assert [compiled("-O3"), compiled("-O3", version="2")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "operand"),
+    [
+        ("v_mfma_f32_16x16x16bf16_1k", "16", "bf16"),  # gfx90a spells them without the underscore
+        ("v_mfma_f32_16x16x16f16", "16", "f16"),
+        ("v_mfma_f32_16x16x16_bf16", "16", "bf16"),
+        ("v_mfma_f32_16x16x32_f16", "32", "f16"),
+        ("v_wmma_f32_16x16x16_bf16", "16", "bf16"),
+    ],
+)
+def test_matrix_instruction_names(name: str, k: str, operand: str) -> None:
+    matched = parse.MATRIX.match(name)
+    assert matched is not None
+    assert matched.groups() == (k, operand)

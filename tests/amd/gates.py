@@ -96,10 +96,8 @@ def complaints(kernel: Kernel, code: list[parse.Instruction], most_threads: int)
     if atom is not None and ATOMS[atom][1] != ["*"]:
         wanted = "bf16" if "Bf16" in kernel.name else "f16"
         matrix = {
-            n
-            for n in names
-            if (m := parse.MATRIX.match(n)) and m[0].rpartition("_")[2].lstrip("0123456789") == wanted
-        }
+            n for n in names if (m := parse.MATRIX.match(n)) and m[2] == wanted
+        }  # 16x16x16_f16, or gfx90a's 16x16x16f16
         if not matrix:
             bad.append(f"no matrix instruction on {wanted}")
         if kernel.arch == "gfx950" and not any("16x16x32" in n for n in matrix):

@@ -197,7 +197,7 @@ def loops(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 # Multiply-adds of 16-bit operands; the fp32 ones fold zero points and multiply no weight.
-MATRIX = re.compile(r"v_(?:mfma|wmma)_f32_16x16x(\d+)_?(?:bf16|f16)")
+MATRIX = re.compile(r"v_(?:mfma|wmma)_f32_16x16x(\d+)_?(bf16|f16)")
 
 
 def is_vector_alu(i: Instruction) -> bool:
