@@ -11,8 +11,6 @@ Ends with one line. Exit status: 0 all parts ran and held; 1 a check failed; 3 a
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -20,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from amd import debian, gates, tree
-from amd.common import ROOT, WORK, Failure, Skip, run, sources_for
+from amd import debian, gates, launches, rocm_build, tree
+from amd.common import WORK, Failure, Skip
 
 PARTS = "abcd"
 
@@ -38,36 +36,11 @@ def exit_status(results: Mapping[str, str], allow_skip: bool) -> int:
     return 3 if any(r != "ran" for r in results.values()) and not allow_skip else 0
 
 
-def rocm_build(install: bool) -> None:
-    """Part c, where this checkout has it."""
-    if importlib.util.find_spec("amd.rocm_build") is None:
-        raise Skip("tests/amd/rocm_build.py is not there")
-    importlib.import_module("amd.rocm_build").run(tree.obtain(install), WORK)
-
-
-def launches(install: bool) -> None:
-    """Part d."""
-    if importlib.util.find_spec("amd.launches") is None:
-        raise Skip("tests/amd/launches.py is not there")
-    importlib.import_module("amd.launches").check()
-
-
-def compile_and_compare(install: bool) -> None:
-    """Part a, and then: the kernels in the objects are the ones that run on the host (tests/native/simt)."""
-    debian.compile_all(install)
-    for arch in ("gfx942", "gfx1100"):
-        objects = [debian.OBJECTS / arch / f"{source.stem}.o" for source in sources_for(arch)]
-        done = run([sys.executable, ROOT / "tests/native/simt/kernels.py", arch, *objects])
-        if done.returncode != 0:
-            raise Failure(f"the host shim runs other kernels than those compiled for {arch}:\n{done.stdout[-4000:]}")
-        print(f"a: {done.stdout.strip()}: the same")
-
-
 RUN: dict[str, Callable[[bool], object]] = {
-    "a": compile_and_compare,
+    "a": debian.compile_all,
     "b": lambda install: gates.check_all(tree.obtain(install)),
-    "c": rocm_build,
-    "d": launches,
+    "c": lambda install: rocm_build.run(tree.obtain(install), WORK),
+    "d": lambda install: launches.check(),
 }
 
 
