@@ -27,13 +27,13 @@ BOTH = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}
 
 
-def to_gpu(value: Any) -> Any:
+def to_gpu(value: Any, device: str = "cuda") -> Any:
     """Tensors inside tuples and dicts too."""
     if isinstance(value, Tensor):
-        return value.cuda()
+        return value.to(device)
     if isinstance(value, tuple):
-        return tuple(map(to_gpu, value))
-    return {k: to_gpu(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return tuple(to_gpu(v, device) for v in value)
+    return {k: to_gpu(v, device) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def poison_allocator() -> None:

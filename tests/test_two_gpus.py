@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import oracle
 from distributed_worker import CASES, MODES, case_layer
 from int4_emu import ops
 from layers import to_numpy
-from on_gpu import BOTH, GpuLayer, captured, gpu_layer, needs_gpu
+from on_gpu import BOTH, GpuLayer, captured, gpu_layer, needs_gpu, to_gpu
 from op_calls import OP_LIST, call_of
 from test_distributed import run_ranks
 
@@ -28,17 +27,9 @@ pytestmark = [
 ]
 
 
-def on(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(on(v, device) for v in value)
-    return {k: on(v, device) for k, v in value.items()} if isinstance(value, dict) else value
-
-
 def call(name: str, device: str) -> tuple[Tensor, ...]:
     """The tensors that the op's small call returns or writes."""
-    args, kwargs = on(call_of(name), device)
+    args, kwargs = to_gpu(call_of(name), device)
     result = getattr(torch.ops.int4_emu, name)(*args, **kwargs)
     if result is None:
         return tuple(v for k, v in kwargs.items() if k in ("out", "out_qweight", "out_scales", "out_qzeros"))
@@ -68,7 +59,7 @@ def test_case_25_tensors_of_the_other_device(name: str) -> None:
 )
 def test_tensors_on_two_devices_are_refused(name: str) -> None:
     """Every tensor in turn is left on device 0; the error names both devices."""
-    args, kwargs = on(call_of(name), "cuda:1")
+    args, kwargs = to_gpu(call_of(name), "cuda:1")
     for i in [i for i, a in enumerate(args) if isinstance(a, Tensor)][1:]:
         mixed = (*args[:i], args[i].to("cuda:0"), *args[i + 1 :])
         with pytest.raises((TypeError, ValueError), match=r"cuda:1.*cuda:0"):
@@ -80,10 +71,10 @@ def run_on(layer: GpuLayer, device: str) -> Callable[[], Tensor]:
     """The layer's call with every tensor on `device`."""
     a, b = layer.w13, layer.w2
     if layer.dense is not None:
-        dense = on((layer.x, *layer.dense, layer.weights, layer.ids), device)
+        dense = to_gpu((layer.x, *layer.dense, layer.weights, layer.ids), device)
         return lambda: ops.fused_moe(*dense)
-    args = on((layer.x, a.codes, b.codes, layer.weights, layer.ids, a.scales, b.scales), device)
-    zeros = on({"w13_qzeros": a.zeros, "w2_qzeros": b.zeros}, device)
+    args = to_gpu((layer.x, a.codes, b.codes, layer.weights, layer.ids, a.scales, b.scales), device)
+    zeros = to_gpu({"w13_qzeros": a.zeros, "w2_qzeros": b.zeros}, device)
     return lambda: ops.fused_moe_packed(*args, a.group_size, b.group_size, **zeros)
 
 
