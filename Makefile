@@ -13,8 +13,9 @@ run: $(STAMP)  ## let the embedded model speak
 test: $(STAMP)  ## the default suite
 	$(PY) -m pytest -n auto
 
-bench: $(STAMP)  ## layers of real models: time, share of the floor, error
-	$(PY) -m int4_emu bench
+bench: $(STAMP)  ## layers of real models on the CPU beside other libraries' (BENCH="--shapes ... --tokens ..."): a table, JSON and a plot in build/
+	mkdir -p build
+	$(PY) benchmarks/cpu_layers.py --json build/bench.json --plot build/bench.png $(BENCH)
 
 lint: $(STAMP)
 	$(PY) -m ruff check . && $(PY) -m mypy

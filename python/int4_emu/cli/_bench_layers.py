@@ -91,6 +91,7 @@ class Problem:
     Attributes:
         codes: canonical w13 and w2, uint8.
         scales: bf16, [E, O, C] each.
+        zeros: uint8, [E, O, C] each, or None twice: symmetric.
         packed, dense: the modules, None where that mode is not measured.
         w13, w2: the dense weights that the F.linear loop shares with `dense`; None without any dense peer.
     """
@@ -99,6 +100,7 @@ class Problem:
     dtype: torch.dtype
     codes: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
+    zeros: tuple[Tensor | None, Tensor | None] = (None, None)
     packed: Experts | None = None
     dense: Experts | None = None
     w13: Tensor | None = None
@@ -109,11 +111,31 @@ class Problem:
         """Parameters of the activation."""
         return _PARAMETERS.get(self.shape.activation, {})
 
+    def weights(self, dtype: torch.dtype, expert: int | slice = slice(None)) -> list[Tensor]:
+        """w13 and w2, dequantised."""
+        return [
+            ops.dequantize(
+                q[expert],
+                s[expert],
+                None if z is None else z[expert],
+                group_size=self.shape.group_size,
+                dtype=dtype,
+            )
+            for q, s, z in zip(self.codes, self.scales, self.zeros, strict=True)
+        ]
+
 
 def make_problem(
-    shape: Shape, dtype: torch.dtype, modes: list[str], *, peer: bool, device: torch.device = CPU, seed: int = 0
+    shape: Shape,
+    dtype: torch.dtype,
+    modes: list[str],
+    *,
+    peer: bool,
+    device: torch.device = CPU,
+    seed: int = 0,
+    symmetric: bool = True,
 ) -> Problem:
-    """Random symmetric int4 weights of the layer, in the forms that will be measured."""
+    """Random int4 weights of the layer, in the forms that will be measured."""
     rng = torch.Generator().manual_seed(seed)
 
     def codes(rows: int, columns: int) -> Tensor:
@@ -124,6 +146,13 @@ def make_problem(
         spread = torch.rand(shape.num_experts, rows, -(-columns // shape.group_size), generator=rng)
         return ((spread + 0.5) / (4 * columns**0.5)).bfloat16().to(device)
 
+    def zeros(like: Tensor) -> Tensor | None:
+        return (
+            None
+            if symmetric
+            else torch.randint(4, 12, like.shape, dtype=torch.uint8, generator=rng).to(device)
+        )
+
     hidden, inner, rows = shape.hidden_size, shape.intermediate_size, shape.w13_rows
     problem = Problem(
         shape,
@@ -131,6 +160,7 @@ def make_problem(
         (codes(rows, hidden), codes(hidden, inner)),
         (scales(rows, hidden), scales(hidden, inner)),
     )
+    problem.zeros = (zeros(problem.scales[0]), zeros(problem.scales[1]))
     options: dict[str, Any] = {
         "activation": shape.activation, "dtype": dtype, "top_k": shape.top_k, **problem.parameters
     }  # fmt: skip
@@ -141,15 +171,14 @@ def make_problem(
             problem.codes[1].clone(),
             w13_scales=problem.scales[0],
             w2_scales=problem.scales[1],
+            w13_qzeros=problem.zeros[0],
+            w2_qzeros=problem.zeros[1],
             w13_group_size=shape.group_size,
             w2_group_size=shape.group_size,
             **options,
         )
     if "dequantized" in modes or peer:
-        problem.w13, problem.w2 = (
-            ops.dequantize(q, s, group_size=shape.group_size, dtype=dtype)
-            for q, s in zip(problem.codes, problem.scales, strict=True)
-        )
+        problem.w13, problem.w2 = problem.weights(dtype)
         if "dequantized" in modes:
             problem.dense = Experts(problem.w13, problem.w2, **options)
     return problem
@@ -208,10 +237,7 @@ def exact_rows(problem: Problem, batch: Batch, rows: Tensor) -> Tensor:
     x, weights, ids = batch.x[rows].double(), batch.topk_weights[rows].double(), batch.topk_ids[rows]
     out = torch.zeros_like(x)
     for e in ids.unique().tolist():
-        w13, w2 = (
-            ops.dequantize(q[e], s[e], group_size=shape.group_size, dtype=torch.float32).double()
-            for q, s in zip(problem.codes, problem.scales, strict=True)
-        )
+        w13, w2 = (w.double() for w in problem.weights(torch.float32, e))
         token, slot = (ids == e).nonzero(as_tuple=True)
         h = reference.activate(x[token] @ w13.t(), activation=shape.activation, **problem.parameters)
         out.index_add_(0, token, (h @ w2.t()) * weights[token, slot].unsqueeze(1))
