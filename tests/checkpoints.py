@@ -53,6 +53,21 @@ CHECKPOINT_NAMES = [
     "quark-qwen3moe-uint4-asym-g32-order",
 ]
 
+# Below `families/`, and never committed: one checkpoint of each model family.
+FAMILY_NAMES = [
+    "ct-deepseekv3-w4a16-asym-g32",
+    "ct-gptoss-w4a16-asym-g32",
+    "ct-llama4-w4a16-asym-g32",
+    "ct-minimaxm2-w4a16-asym-g32",
+    "ct-minimaxm3-w4a16-asym-g32",
+    "ct-minimaxm3vl-w4a16-asym-g32",
+    "ct-nemotronh-w4a16-asym-g32",
+    "ct-olmoe-w4a16-asym-g32",
+    "ct-qwen2moe-w4a16-asym-g32",
+    "quark-gptoss-uint4-asym-g32-reorder",
+    "quark-minimaxm2-int4-sym-g128-reorder",
+]
+
 
 def _full_set() -> Path | None:
     return next((p for p in _FULL if p.name and (p / BARD / "config.json").is_file()), None)

@@ -168,8 +168,13 @@ def test_case_18_a_layer_partly_float_is_served_or_refused_by_name(tmp_path: Pat
     floats = {k: v for k, v in float_tensors(layer, 0).items() if k.startswith(prefix)}
     excluded = [k.removesuffix(".weight") for k in floats]
     checkpoint = Checkpoint(write(tmp_path, tensors | floats, awq(excluded)))
-    with pytest.raises(CheckpointError, match=r"experts\.2"):
+    with pytest.raises(CheckpointError, match=r"3 projections of layer 0 are in floating point.*experts\.2"):
         checkpoint.load_experts(0, weights="packed")
+    experts = checkpoint.load_experts(0, dtype=torch.bfloat16)
+    assert not experts.is_packed
+    x = layer.x.bfloat16()
+    got = experts(x, layer.topk_weights, layer.topk_ids)
+    oracle.check(to_numpy(got), layer.with_(x=x).want(packed=False))
 
 
 # 19: absent and empty tensors.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from .group_order import GroupOrders, intermediate_cut, read_group_orders
 from .layer_info import LayerInfo, describe_layer
 from .layer_plan import LayerPlan, plan_layer
 from .loading import LayerLoader, LoadRequest, check_scales
-from .model_config import MoEModelConfig, parse_model_config, quantization_config
+from .model_config import ActivationSpec, MoEModelConfig, parse_model_config, quantization_config
 from .moe_layout import discover_moe_layers
 from .progress import LoadProgress
 from .projection import FLOAT_DTYPES, Projection
@@ -50,6 +51,8 @@ class Checkpoint:
             `gptq_v2`, `gptq_v1_nibble`.
         contradicting_zeros: a weight declared symmetric whose stored zero points are not the midpoint raises
             (`raise`), is read with the midpoint (`use_label`) or with the stored ones (`use_values`).
+        leave_stacked: floating-point experts that are stored all in one tensor are left to the caller, and
+            their layers are not in `moe_layers`; otherwise they raise.
 
     Attributes:
         config: config.json.
@@ -68,6 +71,7 @@ class Checkpoint:
         strict: bool = True,
         zero_point_format: Format | int | str | None = None,
         contradicting_zeros: ContradictingZeros = "raise",
+        leave_stacked: bool = False,
     ) -> None:
         if contradicting_zeros not in ("raise", "use_label", "use_values"):
             raise ValueError(
@@ -88,7 +92,10 @@ class Checkpoint:
         self._reader = ProjectionReader(
             self._files, self.quantization, contradicting_zeros=contradicting_zeros
         )
-        self._layers = discover_moe_layers(self._files.infos)
+        self._layers = discover_moe_layers(
+            self._files.infos,
+            leave=lambda name: leave_stacked and self._files.infos[name].dtype in FLOAT_DTYPES,
+        )
         self._plans: dict[int, LayerPlan] = {}
 
     # -- names and tensors -----------------------------------------------------------------------------------
@@ -97,6 +104,11 @@ class Checkpoint:
     def moe_layers(self) -> list[int]:
         """Numbers of the layers with routed experts, ascending."""
         return list(self._layers)
+
+    def moe_block(self, layer: int) -> str:
+        """The full name of a layer's MoE block, `model.layers.3.mlp`."""
+        block: str = self._layer(layer).block
+        return block
 
     @property
     def tensor_names(self) -> list[str]:
@@ -118,6 +130,12 @@ class Checkpoint:
         tensor = self._files.get(name)
         self._reader.consumed.add(name)
         return tensor
+
+    def use_activation(self, activation: ActivationSpec) -> None:
+        """Takes the experts' activation from the host that is going to run them, where it is known better than
+        from the configuration's words.
+        """
+        self.model = replace(self.model, known_activation=activation)
 
     def mark_consumed(self, names: Iterable[str]) -> None:
         """Counts tensors as used that the caller read by other ways."""
@@ -362,6 +380,7 @@ class Checkpoint:
             limit=spec.limit,
             alpha=spec.alpha,
             beta=spec.beta,
+            w13_order=plan.w13_order,
             expert_map=expert_map,
             global_num_experts=plan.num_experts if expert_map is not None else -1,
             top_k=self.model.top_k,

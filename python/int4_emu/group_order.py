@@ -30,7 +30,7 @@ class GroupOrders:
 
     def w13_perm(self, expert: int, hidden_size: int) -> torch.Tensor:
         """int32 [H], the identity for an expert in group order."""
-        perm = self.perms.get((expert, "up"))
+        perm = self.perms.get((expert, "up"), self.perms.get((expert, "gate_up")))
         return torch.arange(hidden_size, dtype=torch.int32) if perm is None else perm
 
     @property

@@ -13,7 +13,7 @@ class ProjectionInfo:
     """How one or more projections of a layer are stored.
 
     Attributes:
-        roles: `gate`, `up`, `down`: those stored this way.
+        roles: `gate`, `up` (or `gate_up`, both in one tensor), `down`: those stored this way.
         format: storage format, or the dtype of a floating-point weight.
         bits: 4, 8, or the width of the float.
         group_size: -1 is per channel; None for floats.
@@ -89,7 +89,7 @@ def describe_layer(plan: LayerPlan, orders: GroupOrders, top_k: int | None) -> L
         has_bias=plan.has_bias,
         packed_bytes=plan.packed_bytes(),
         dequantized_bytes=plan.num_experts
-        * (len(plan.w13_roles) + 1)
+        * (plan.w13_parts + 1)
         * plan.hidden_size
         * plan.intermediate_size
         * 2,

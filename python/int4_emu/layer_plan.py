@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ._enums import W13Order
 from ._shards import listed
 from .errors import CheckpointError
 from .model_config import ActivationSpec, MoEModelConfig
@@ -24,6 +25,7 @@ class LayerPlan:
         num_experts, hidden_size, intermediate_size: E, H, I.
         projections: (expert, role) to projection.
         activation: with its parameters.
+        w13_order: how gate and up rows lie in w13.
     """
 
     layer: MoELayer
@@ -32,17 +34,23 @@ class LayerPlan:
     intermediate_size: int
     projections: dict[tuple[int, str], Projection]
     activation: ActivationSpec
+    w13_order: W13Order = W13Order.halves
     unknown: list[str] = field(default_factory=list)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the experts are quantised (all are, or none)."""
-        return self.projections[0, "down"].scheme is not None
+        """Whether any projection is quantised."""
+        return any(p.scheme is not None for p in self.projections.values())
 
     @property
     def w13_roles(self) -> tuple[str, ...]:
         """The projections stacked in w13, in row order."""
-        return ("gate", "up") if self.layer.has_gate else ("up",)
+        return self.layer.w13_roles
+
+    @property
+    def w13_parts(self) -> int:
+        """How many times I the rows of w13 are: gate and up, or up alone."""
+        return 2 if self.layer.has_gate else 1
 
     @property
     def has_bias(self) -> bool:
@@ -58,6 +66,12 @@ class LayerPlan:
         """Why the layer cannot stay packed, from headers alone; None where it can."""
         if not self.is_quantized:
             return f"layer {self.layer.number} is in floating point"
+        plain = [p.module for p in self.projections.values() if p.scheme is None]
+        if plain:
+            return (
+                f"{len(plain)} projections of layer {self.layer.number} are in floating point beside "
+                f"{len(self.projections) - len(plain)} quantised ones ({listed(sorted(plain), 4)})"
+            )
         for name, roles in (("w13", self.w13_roles), ("w2", ("down",))):
             kinds = {
                 (p.scheme.bits, p.scheme.group_size) for p in self.of_roles(roles) if p.scheme is not None
@@ -107,7 +121,7 @@ class LayerPlan:
 
     def dense_bytes(self, dtype: torch.dtype, experts: int | None = None, tp_size: int = 1) -> int:
         """Bytes of the dequantised weights in a dtype."""
-        rows = len(self.w13_roles) + 1
+        rows = self.w13_parts + 1
         count = self.num_experts if experts is None else experts
         return count * rows * self.hidden_size * self.intermediate_size * dtype.itemsize // tp_size
 
@@ -116,8 +130,8 @@ def plan_layer(layer: MoELayer, reader: ProjectionReader, model: MoEModelConfig)
     """Builds the coverage table of a layer: each (expert, projection, tensor) must be there in full.
 
     Raises:
-        CheckpointError: tensors are missing or malformed (all of them listed), the layer is partly quantised,
-            or sizes contradict each other or the configuration.
+        CheckpointError: tensors are missing or malformed (all of them listed), or sizes contradict each other
+            or the configuration.
     """
     ids = layer.expert_ids
     if not ids:
@@ -129,7 +143,6 @@ def plan_layer(layer: MoELayer, reader: ProjectionReader, model: MoEModelConfig)
         raise CheckpointError(
             f"layer {layer.number} has experts {extra}, but the model configuration has {count} experts"
         )
-    _check_partly_quantized(layer, reader)
     problems: list[str] = []
     projections: dict[tuple[int, str], Projection] = {}
     for expert in range(count):
@@ -142,22 +155,10 @@ def plan_layer(layer: MoELayer, reader: ProjectionReader, model: MoEModelConfig)
     _check_biases(layer, projections)
     hidden, intermediate = _check_sizes(layer, projections, model)
     plan = LayerPlan(layer, count, hidden, intermediate, projections, model.activation(gated=layer.has_gate))
+    if layer.joins_gate_and_up:
+        plan.w13_order = model.gate_up_order
     plan.unknown = layer.unknown + _unknown_tensors(layer, projections, reader)
     return plan
-
-
-def _check_partly_quantized(layer: MoELayer, reader: ProjectionReader) -> None:
-    stored: dict[str, list[str]] = {"quantized": [], "float": []}
-    for module in layer.modules.values():
-        kind = reader.stored_kind(module)
-        if kind is not None:
-            stored[kind].append(module)
-    if stored["quantized"] and stored["float"]:
-        raise CheckpointError(
-            f"layer {layer.number} is partly quantised: {len(stored['quantized'])} projections are, and "
-            f"{len(stored['float'])} are in floating point ({listed(sorted(stored['float']), 4)}); "
-            f"the experts of one layer must be alike"
-        )
 
 
 def _check_biases(layer: MoELayer, projections: dict[tuple[int, str], Projection]) -> None:
@@ -185,7 +186,8 @@ def _check_sizes(
         if wanted is not None and wanted != value:
             raise CheckpointError(f"{down.module}: {what} must be {key} = {wanted}, got {value}")
     for (_, role), projection in projections.items():
-        wanted_shape = (hidden, intermediate) if role == "down" else (intermediate, hidden)
+        rows = 2 * intermediate if role == "gate_up" else intermediate
+        wanted_shape = (hidden, intermediate) if role == "down" else (rows, hidden)
         if (projection.out_features, projection.in_features) != wanted_shape:
             raise CheckpointError(
                 f"{projection.module} must be [O, I] = {list(wanted_shape)}, "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import ops
+from ._enums import W13Order
 from .errors import CheckpointError
 from .group_order import GroupOrders
 from .layer_plan import LayerPlan
@@ -74,6 +75,32 @@ class _Stack:
         return self.qweight[expert, part], self.scales[expert, part], qzeros
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of w13 and where they are stored: `rows` of w13 are rows `source` of the projection `role`."""
+
+    role: str
+    rows: Bounds
+    source: Bounds
+
+
+def _w13_pieces(plan: LayerPlan, low: int, high: int) -> list[_Piece]:
+    """The rows of w13 for the rank that holds [low, high) of the intermediate size."""
+    part = high - low
+    if plan.layer.joins_gate_and_up:
+        if plan.w13_order == W13Order.interleaved:
+            return [_Piece("gate_up", (0, 2 * part), (2 * low, 2 * high))]
+        size = plan.intermediate_size
+        return [
+            _Piece("gate_up", (0, part), (low, high)),
+            _Piece("gate_up", (part, 2 * part), (size + low, size + high)),
+        ]
+    return [
+        _Piece(role, (index * part, (index + 1) * part), (low, high))
+        for index, role in enumerate(plan.w13_roles)
+    ]
+
+
 class LayerLoader:
     """Loads one planned layer. `bytes_read` counts the stored bytes that were converted."""
 
@@ -93,23 +120,23 @@ class LayerLoader:
         plan, request = self.plan, self.request
         low, high = request.intermediate
         part, roles = high - low, plan.w13_roles
+        pieces = _w13_pieces(plan, low, high)
         count = len(request.expert_ids)
-        w13 = _Stack(plan, roles, count, len(roles) * part, plan.hidden_size, request.device)
+        w13 = _Stack(plan, roles, count, plan.w13_parts * part, plan.hidden_size, request.device)
         w2 = _Stack(plan, ("down",), count, plan.hidden_size, part, request.device)
         perm = torch.empty(count, plan.hidden_size, dtype=torch.int32) if self.orders.permutes_input else None
 
         def convert(slot: int, expert: int) -> None:
             down_perm = self.orders.perms.get((expert, "down"))
-            for index, role in enumerate(roles):
-                rows = (index * part, (index + 1) * part)
+            for piece in pieces:
                 # Rows of w13 follow the columns of w2, which act-order has sorted.
                 self._repack(
                     expert,
-                    role,
-                    w13.slot(slot, rows),
-                    self.orders.perms.get((expert, role)),
-                    down_perm,
-                    (low, high),
+                    piece.role,
+                    w13.slot(slot, piece.rows),
+                    self.orders.perms.get((expert, piece.role)),
+                    self._row_order(expert, piece.role),
+                    piece.source,
                     None,
                 )
             self._repack(
@@ -134,30 +161,37 @@ class LayerLoader:
         """
         plan, request = self.plan, self.request
         low, high = request.intermediate
-        part, roles = high - low, plan.w13_roles
+        part, pieces = high - low, _w13_pieces(plan, low, high)
         count = len(request.expert_ids)
         w13 = torch.empty(
-            count, len(roles) * part, plan.hidden_size, dtype=request.dtype, device=request.device
+            count, plan.w13_parts * part, plan.hidden_size, dtype=request.dtype, device=request.device
         )
         w2 = torch.empty(count, plan.hidden_size, part, dtype=request.dtype, device=request.device)
 
         def convert(slot: int, expert: int) -> None:
-            for index, role in enumerate(roles):
-                self._dequantize(
-                    expert, role, w13[slot, index * part : (index + 1) * part], (low, high), None
-                )
+            for piece in pieces:
+                self._dequantize(expert, piece.role, w13[slot, slice(*piece.rows)], piece.source, None)
             self._dequantize(expert, "down", w2[slot], None, (low, high))
 
         self._for_each_expert(convert)
         return {"w13": w13, "w2": w2, **self._biases(sort_rows=False)}
+
+    def _row_order(self, expert: int, role: str) -> torch.Tensor | None:
+        """The order of a w13 projection's rows that act-order of w2 asks for, or None."""
+        perm = self.orders.perms.get((expert, "down"))
+        if perm is None or role != "gate_up":
+            return perm
+        if self.plan.w13_order == W13Order.interleaved:
+            return torch.stack([2 * perm, 2 * perm + 1], dim=1).flatten()
+        return torch.cat([perm, perm + self.plan.intermediate_size])
 
     def _for_each_expert(self, convert: Callable[[int, int], None]) -> None:
         """Runs shard by shard, so that each file's pages are used once; then checks the coverage table."""
         infos = self.reader.files.infos
 
         def first_shard(expert: int) -> str:
-            module = self.plan.projections[expert, "up"].module
-            suffixes = self.reader.suffixes_used(self.plan.projections[expert, "up"])
+            first = self.plan.projections[expert, self.plan.w13_roles[0]]
+            module, suffixes = first.module, self.reader.suffixes_used(first)
             return min(infos[f"{module}.{s}"].shard for s in suffixes if f"{module}.{s}" in infos)
 
         slots = sorted(enumerate(self.request.expert_ids), key=lambda item: (first_shard(item[1]), item[0]))
@@ -274,16 +308,16 @@ class LayerLoader:
             return {}
         plan, request = self.plan, self.request
         low, high = request.intermediate
-        part, roles = high - low, plan.w13_roles
-        w13 = torch.zeros(len(request.expert_ids), len(roles) * part, dtype=request.dtype)
+        part, pieces = high - low, _w13_pieces(plan, low, high)
+        w13 = torch.zeros(len(request.expert_ids), plan.w13_parts * part, dtype=request.dtype)
         w2 = torch.zeros(len(request.expert_ids), plan.hidden_size, dtype=request.dtype)
         for slot, expert in enumerate(request.expert_ids):
-            for index, role in enumerate(roles):
-                bias = self._bias(expert, role)
-                order = self.orders.perms.get((expert, "down")) if sort_rows else None
+            for piece in pieces:
+                bias = self._bias(expert, piece.role)
+                order = self._row_order(expert, piece.role) if sort_rows else None
                 if bias is not None:
                     bias = bias if order is None else bias[order.long()]
-                    w13[slot, index * part : (index + 1) * part] = bias[low:high]
+                    w13[slot, slice(*piece.rows)] = bias[slice(*piece.source)]
             bias = self._bias(expert, "down")
             if bias is not None and request.keep_w2_bias:
                 w2[slot] = bias

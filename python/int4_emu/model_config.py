@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._enums import Activation
+from ._enums import Activation, W13Order
 from .errors import CheckpointError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -51,6 +51,8 @@ _GATED_MODELS = frozenset(
         "gpt_oss",
     ]
 )
+# Models whose joint gate_up_proj alternates gate and up rows; all others have the gate's rows first.
+_INTERLEAVED_MODELS = frozenset(["gpt_oss"])
 _KNOWN_SWIGLU_KEYS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 _ROUTER_WEIGHT_ON_INPUT = ("llama4", "llama4_text")
 
@@ -71,6 +73,7 @@ class MoEModelConfig:
 
     Attributes:
         config: the object that holds the text model's keys (config.json itself or its `text_config`).
+        known_activation: what the experts compute, where a host has said so.
     """
 
     config: Mapping[str, Any]
@@ -80,6 +83,12 @@ class MoEModelConfig:
     hidden_size: int | None
     intermediate_size: int | None
     apply_router_weight_on_input: bool
+    known_activation: ActivationSpec | None = None
+
+    @property
+    def gate_up_order(self) -> W13Order:
+        """The order of the rows where a checkpoint stores gate and up projection in one tensor."""
+        return W13Order.interleaved if self.model_type in _INTERLEAVED_MODELS else W13Order.halves
 
     def activation(self, *, gated: bool) -> ActivationSpec:
         """The experts' activation.
@@ -88,6 +97,9 @@ class MoEModelConfig:
             CheckpointError: the configuration names none, an unknown one, or parameters that fit no known
                 formula.
         """
+        known = self.known_activation
+        if known is not None and known.activation.is_gated == gated:
+            return known
         return _activation(self.config, self.model_type, gated)
 
 

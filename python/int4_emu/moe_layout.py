@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ._shards import listed
@@ -15,8 +15,9 @@ from .errors import CheckpointError
 logger = logging.getLogger("int4_emu.checkpoint")
 
 # Names of the MoE block inside a decoder layer.
-BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe")
-# Names of a projection and the role it plays. w1 is the gate, w3 the up and w2 the down projection.
+BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
+# Names of a projection and the role it plays. w1 is the gate, w3 the up and w2 the down projection; gate_up_proj
+# holds the rows of both.
 ROLES = {
     "gate_proj": "gate", "w1": "gate",
     "up_proj": "up", "w3": "up",
@@ -25,13 +26,19 @@ ROLES = {
 }  # fmt: skip
 # Decoder stacks that predict further tokens: their layers count from zero again and are no part of the model
 # proper.
-_EXTRA_STACKS = ("mtp", "nextn", "eagle")
+EXTRA_STACKS = ("mtp", "mtp_layers", "nextn", "eagle")
 
-_LAYER = r"(?P<stack>(?:[^.]+\.)*?)layers\.(?P<layer>\d+)\.(?P<block>[^.]+)"
-_EXPERT = re.compile(_LAYER + r"\.experts\.(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<tensor>.+)")
-_ROUTER = re.compile(_LAYER + r"\.(?:gate|router)\.weight")
+_LAYER = r"(?P<stack>(?:[^.]+\.)*?)layers\.(?P<layer>\d+)"
+_BLOCK = r"\.(?P<block>[^.]+)"
+# Some models keep the experts in the decoder layer itself, without a block around them.
+_EXPERT = re.compile(
+    _LAYER + f"(?:{_BLOCK})?" + r"\.experts\.(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<tensor>.+)"
+)
+_ROUTER = re.compile(_LAYER + _BLOCK + r"\.(?:gate|router)\.weight")
 # Anything else below an `experts` component: tensors of all experts in one, or names nobody told us about.
-_OTHER = re.compile(_LAYER + r"\.experts\..+")
+_OTHER = re.compile(_LAYER + f"(?:{_BLOCK})?" + r"\.experts\.(?P<rest>.+)")
+# Tensors of the router that some models keep beside their experts.
+_ROUTER_TENSORS = ("e_score_correction_bias",)
 
 
 @dataclass
@@ -41,7 +48,8 @@ class MoELayer:
     Attributes:
         number: the layer number.
         block: full name of the MoE block, `model.layers.3.mlp`.
-        modules: (expert, role) to the projection's full module name; roles are gate, up, down.
+        modules: (expert, role) to the projection's full module name; roles are gate, up, down, or gate_up and
+            down.
         tensors: module name to the suffixes of its tensors.
         unknown: tensors below the experts that no known name explains.
     """
@@ -60,12 +68,24 @@ class MoELayer:
     @property
     def has_gate(self) -> bool:
         """Whether any expert has a gate projection."""
-        return any(role == "gate" for _, role in self.modules)
+        return any(role in ("gate", "gate_up") for _, role in self.modules)
+
+    @property
+    def joins_gate_and_up(self) -> bool:
+        """Whether gate and up projection of an expert are one tensor."""
+        return any(role == "gate_up" for _, role in self.modules)
+
+    @property
+    def w13_roles(self) -> tuple[str, ...]:
+        """The projections stacked in w13, in row order."""
+        if self.joins_gate_and_up:
+            return ("gate_up",)
+        return ("gate", "up") if self.has_gate else ("up",)
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The projections that each expert must have."""
-        return ("gate", "up", "down") if self.has_gate else ("up", "down")
+        return (*self.w13_roles, "down")
 
     def expected_module(self, expert: int, role: str) -> str:
         """The name of a projection, or the name it would have by the pattern of its neighbours."""
@@ -76,13 +96,20 @@ class MoELayer:
         names = (
             {"gate": "w1", "up": "w3", "down": "w2"}
             if short
-            else {r: f"{r}_proj" for r in ("gate", "up", "down")}
+            else {r: f"{r}_proj" for r in ("gate", "up", "down", "gate_up")}
         )
         return f"{self.block}.experts.{expert}.{leaves.get(role, names[role])}"
 
 
-def discover_moe_layers(names: Iterable[str]) -> dict[int, MoELayer]:
+def discover_moe_layers(
+    names: Iterable[str], leave: Callable[[str], bool] = lambda name: False
+) -> dict[int, MoELayer]:
     """Finds the MoE layers among tensor names, in layer order.
+
+    Args:
+        names: all tensor names.
+        leave: whether a tensor below `experts` that belongs to no numbered expert is somebody else's to read;
+            such a layer is not listed.
 
     Raises:
         CheckpointError: experts stored all in one tensor, an expert with two names for one role, two stacks
@@ -92,11 +119,16 @@ def discover_moe_layers(names: Iterable[str]) -> dict[int, MoELayer]:
     found: dict[tuple[str, int], MoELayer] = {}
     routers: dict[tuple[str, int], str] = {}
     fused: list[str] = []
+    left: set[tuple[str, int]] = set()
     for name in names:
         match = _EXPERT.fullmatch(name)
         if match is None:
             if other := _OTHER.fullmatch(name):
-                if not _is_extra(other["stack"]):
+                if _is_extra(other["stack"]) or other["rest"] in _ROUTER_TENSORS:
+                    continue
+                if leave(name):
+                    left.add((other["stack"], int(other["layer"])))
+                else:
                     fused.append(name)
             elif router := _ROUTER.fullmatch(name):
                 routers[router["stack"], int(router["layer"])] = (
@@ -105,7 +137,7 @@ def discover_moe_layers(names: Iterable[str]) -> dict[int, MoELayer]:
             continue
         if _is_extra(match["stack"]):
             continue
-        if match["block"] not in BLOCKS:
+        if match["block"] not in (None, *BLOCKS):
             raise CheckpointError(
                 f"{name}: the MoE block must be one of {', '.join(BLOCKS)}, got {match['block']}"
             )
@@ -116,13 +148,13 @@ def discover_moe_layers(names: Iterable[str]) -> dict[int, MoELayer]:
             f"(experts.N.<projection>.<tensor>) and are not understood: {listed(fused)}"
         )
     for key, block in routers.items():
-        if key not in found and not _is_extra(key[0]) and _looks_routed(block, found):
+        if key not in found and key not in left and not _is_extra(key[0]) and _looks_routed(block, found):
             raise CheckpointError(f"layer {key[1]} has the router of {block} but no tensor of its experts")
     return _by_number(found)
 
 
 def _is_extra(stack: str) -> bool:
-    return any(part in _EXTRA_STACKS for part in stack.split("."))
+    return any(part in EXTRA_STACKS for part in stack.split("."))
 
 
 def _looks_routed(block: str, found: dict[tuple[str, int], MoELayer]) -> bool:
@@ -136,7 +168,9 @@ def _looks_routed(block: str, found: dict[tuple[str, int], MoELayer]) -> bool:
 
 def _add(found: dict[tuple[str, int], MoELayer], match: re.Match[str], name: str) -> None:
     number, expert = int(match["layer"]), int(match["expert"])
-    block = f"{match['stack']}layers.{match['layer']}.{match['block']}"
+    block = f"{match['stack']}layers.{match['layer']}"
+    if match["block"] is not None:
+        block += f".{match['block']}"
     layer = found.setdefault((match["stack"], number), MoELayer(number, block))
     if layer.block != block:
         raise CheckpointError(f"layer {number} has experts under {layer.block} and under {block}")
@@ -144,8 +178,6 @@ def _add(found: dict[tuple[str, int], MoELayer], match: re.Match[str], name: str
     if role is None:
         layer.unknown.append(name)
         return
-    if role == "gate_up":
-        raise CheckpointError(f"{name}: gate and up projection in one tensor are not supported yet")
     module = f"{block}.experts.{match['expert']}.{match['projection']}"
     if layer.modules.setdefault((expert, role), module) != module:
         raise CheckpointError(

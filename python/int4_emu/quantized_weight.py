@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,3 +78,40 @@ def load_quantized_weight(
         in_features=projection.in_features,
         bias=bias,
     )
+
+
+def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | str:
+    """Several weights over the same input as one, its rows those of all parts in turn; or why they cannot be."""
+    first = parts[0]
+    for part in parts[1:]:
+        for name in ("bits", "group_size", "in_features"):
+            if getattr(part, name) != getattr(first, name):
+                return f"{name} differs: {getattr(first, name)} and {getattr(part, name)}"
+        if not (_same(part.perm, first.perm) and _same(part.g_idx, first.g_idx)):
+            return "their act-orders differ"
+    if len({part.bias is None for part in parts}) > 1:
+        return "not all of them have a bias"
+    scales_dtype = first.scales.dtype
+    if any(part.scales.dtype != scales_dtype for part in parts):
+        scales_dtype = torch.float32
+    qzeros = None
+    if any(part.qzeros is not None for part in parts):
+        midpoint = 1 << (first.bits - 1)
+        qzeros = torch.cat(
+            [
+                torch.full_like(p.scales, midpoint, dtype=torch.uint8) if p.qzeros is None else p.qzeros
+                for p in parts
+            ]
+        )
+    biases = [part.bias for part in parts if part.bias is not None]
+    return replace(
+        first,
+        qweight=torch.cat([part.qweight for part in parts]),
+        scales=torch.cat([part.scales.to(scales_dtype) for part in parts]),
+        qzeros=qzeros,
+        bias=torch.cat(biases) if biases else None,
+    )
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))

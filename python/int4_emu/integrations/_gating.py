@@ -35,16 +35,25 @@ def _host_values(module: Any) -> tuple[Tensor, Tensor]:
     float32.
     """
     # The functions hold no weights, so they run on the CPU even while the module lies on the meta device.
-    values = torch.tensor(_PROBE)
+    values = list(_PROBE)
+    if (limit := _limit(module)) is not None:
+        values += [-2 * limit, -0.5 * limit, 0.5 * limit, 2 * limit]
+    probe = torch.tensor(values, device="cpu")
     with torch.device("cpu"), torch.no_grad():
         if not getattr(module, "has_gate", True):
-            h = values.unsqueeze(1)
+            h = probe.unsqueeze(1)
             return h, module.act_fn(h).float()
         # One gate and one up column: halves and interleaved rows are then the same order.
-        h = torch.cartesian_prod(values, values)
+        h = torch.cartesian_prod(probe, probe)
         if hasattr(module, "_apply_gate"):
             return h, module._apply_gate(h).float()
         return h, (module.act_fn(h[:, :1]) * h[:, 1:]).float()
+
+
+def _limit(module: Any) -> float | None:
+    """The clamp of a host module's activation, by the names in use."""
+    found = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    return None if found is None else float(found)
 
 
 def _agrees(gating: Gating, h: Tensor, y: Tensor) -> bool:
@@ -79,12 +88,12 @@ def find_gating(module: Any, name: str) -> Gating:
     h, y = _host_values(module)
     gated = h.shape[1] == 2
     candidates = [Gating(a) for a in Activation if a is not Activation.swigluoai and a.is_gated == gated]
-    limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    limit = _limit(module)
     if gated and limit is not None:
-        alpha = float(getattr(module, "alpha", 1.702))
+        alpha = float(getattr(module, "alpha", getattr(module, "swiglu_alpha", 1.702)))
         candidates += [
-            Gating(Activation.silu, limit=float(limit)),
-            Gating(Activation.swigluoai, limit=float(limit), alpha=alpha, beta=1.0),
+            Gating(Activation.silu, limit=limit),
+            Gating(Activation.swigluoai, limit=limit, alpha=alpha, beta=1.0),
         ]
     for candidate in candidates:
         if _agrees(candidate, h, y):

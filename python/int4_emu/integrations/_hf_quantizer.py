@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ._host_names import HostNames
 from ._plan import Plan
 
 METHOD = "int4_emu"
@@ -75,7 +72,7 @@ class Int4EmuQuantizer(HfQuantizer):
             self.plan.check_device_map(device_map)
 
     def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **kwargs: Any) -> Any:
-        self.plan.install(model, lambda name: host_name(model, name))
+        self.plan.install(model, HostNames(model))
         if isinstance(device_map, str):
             self.plan.reserve()
         return model
@@ -97,15 +94,3 @@ class Int4EmuQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True: the ops trace."""
         return True
-
-
-def host_name(model: PreTrainedModel, name: str) -> str:
-    """The name in `model` of a checkpoint's parameter, by the renamings that transformers has for the
-    model.
-    """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    with torch.device("meta"):
-        known = model.state_dict()
-    return rename_source_key(name, renamings, converters, getattr(model, "base_model_prefix", None), known)[0]

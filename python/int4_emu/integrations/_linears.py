@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from ..formats import QuantScheme
 from ..linear import Int4Linear
 from ..oracle import select_backend
 from ..quant_config import MoEConfig, QuantConfig
-from ..quantized_weight import QuantizedWeight
+from ..quantized_weight import QuantizedWeight, join_rows
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,17 @@ def packed_linear_bytes(weights: int, scheme: QuantScheme) -> int:
 
 
 def load_linear(
-    weight: QuantizedWeight, module: str, *, weights: str, dtype: torch.dtype, device: torch.device
+    parts: Sequence[QuantizedWeight],
+    module: str,
+    *,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> nn.Module:
     """Turns a checkpoint's Linear into a module on its device.
 
     Args:
-        weight: canonical tensors, on the CPU.
+        parts: canonical tensors, on the CPU; several are the rows of one Linear.
         module: its name, for messages.
         weights: "packed", "dequantized", or "auto": packed where a compiled backend serves it.
         dtype: dtype of a dequantised weight and of the bias.
@@ -39,9 +45,17 @@ def load_linear(
         `Int4Linear` or `torch.nn.Linear`.
 
     Raises:
-        CheckpointError: packed was asked for and the weight's groups cannot be sorted.
+        CheckpointError: packed was asked for and the weight's groups cannot be sorted, or its parts not joined.
     """
-    refusal = None
+    weight, refusal = join_rows(parts), None
+    if isinstance(weight, str):
+        if weights == "packed":
+            raise CheckpointError(
+                f"weights='packed' is not possible since {module} are one Linear of the model and {weight}; "
+                "weights='dequantized' is"
+            )
+        logger.debug("%s: dequantized weights, because %s", module, weight)
+        return _joined(parts, dtype, device)
     if weight.g_idx is not None:
         refusal = f"g_idx of {module} gives groups of other sizes than {weight.group_size}"
     elif weights == "auto":
@@ -77,6 +91,24 @@ def _backend_refusal(weight: QuantizedWeight, dtype: torch.dtype, device: torch.
     except BackendError as error:
         return str(error)
     return None if selection.implementation.is_compiled else str(selection)
+
+
+def _joined(parts: Sequence[QuantizedWeight], dtype: torch.dtype, device: torch.device) -> nn.Linear:
+    """The rows of several weights as one plain Linear; a part without a bias has zeros."""
+    linears = [_dense(part, dtype, torch.device("cpu")) for part in parts]
+    rows = sum(linear.out_features for linear in linears)
+    has_bias = any(linear.bias is not None for linear in linears)
+    with torch.device("meta"):
+        joined = nn.Linear(linears[0].in_features, rows, bias=has_bias)
+    weight = torch.cat([linear.weight.data for linear in linears])
+    joined.weight = nn.Parameter(weight.to(device), requires_grad=False)
+    if has_bias:
+        biases = [
+            torch.zeros(linear.out_features, dtype=dtype) if linear.bias is None else linear.bias.data
+            for linear in linears
+        ]
+        joined.bias = nn.Parameter(torch.cat(biases).to(device), requires_grad=False)
+    return joined
 
 
 def _dense(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> nn.Linear:

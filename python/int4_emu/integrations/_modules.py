@@ -52,15 +52,6 @@ class HostedExperts(Pending):
     def __init__(self, host: nn.Module, name: str) -> None:
         """Takes the plain attributes of `host` (a meta module), so that code reading them still works."""
         super().__init__()
-        if not hasattr(host, "_apply_gate"):
-            raise CheckpointError(
-                f"{name}: {type(host).__name__} is not one of the experts that transformers calls through "
-                "experts_implementation, and is not supported"
-            )
-        if getattr(host, "has_post_expert_norm", False):
-            raise CheckpointError(
-                f"{name}: {type(host).__name__} norms each expert's output, which int4_emu does not do"
-            )
         plain = (bool, int, float, str, torch.dtype)
         for key, value in vars(host).items():
             if not key.startswith("_") and key != "training" and isinstance(value, plain):
@@ -83,7 +74,7 @@ class HostedExperts(Pending):
         host = self._host.pop()
         gating = Gating(experts.activation, experts.limit, experts.alpha, experts.beta)
         check_gating(host, gating, self._name)
-        want = _host_sizes(host, self._shapes)
+        want = self._host_sizes()
         got = (experts.num_experts, experts.hidden_size, experts.intermediate_size)
         if want is not None and want != got:
             raise CheckpointError(
@@ -92,6 +83,14 @@ class HostedExperts(Pending):
             )
         self.release()
         self.experts = experts
+
+    def _host_sizes(self) -> tuple[int, int, int] | None:
+        """(E, H, I) of the host's fused parameters, None for a module that has none."""
+        down = self._shapes.get("down_proj")  # [E, H, I], transposed [E, I, H]
+        if down is None or len(down) != 3:
+            return None
+        experts, hidden, inner = down
+        return (experts, inner, hidden) if getattr(self, "is_transposed", False) else (experts, hidden, inner)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts.
@@ -110,13 +109,67 @@ class HostedExperts(Pending):
         return self.experts(x, top_k_weights.float(), top_k_index).view(hidden_states.shape)
 
 
-def _host_sizes(host: nn.Module, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, int] | None:
-    """(E, H, I) of a host's fused parameters, None for a module that has none."""
-    down = shapes.get("down_proj")  # [E, H, I], transposed [E, I, H]
-    if down is None or len(down) != 3:
-        return None
-    experts, hidden, inner = down
-    return (experts, inner, hidden) if getattr(host, "is_transposed", False) else (experts, hidden, inner)
+class HostedLlama4Experts(HostedExperts):
+    """Experts that transformers calls with every token once for every expert, each row times the router's
+    weight: zero for the experts that a token is not routed to.
+    """
+
+    def __init__(self, host: nn.Module, name: str) -> None:
+        super().__init__(host, name)
+        self.is_transposed, self.is_concatenated, self.has_gate = True, True, True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Runs each block of rows through its expert.
+
+        Args:
+            hidden_states: [E * M, H], expert by expert.
+
+        Returns:
+            [E * M, H].
+        """
+        if self.experts is None:
+            return Pending.forward(self)
+        rows, count = hidden_states.shape[0], self.experts.num_experts
+        ids = torch.arange(count, device=hidden_states.device).repeat_interleave(rows // count)
+        # A row of zeros gives zeros, so that nothing need be computed for it.
+        ids = torch.where((hidden_states != 0).any(dim=1), ids, -1).unsqueeze(1)
+        ones = torch.ones(rows, 1, dtype=torch.float32, device=hidden_states.device)
+        return self.experts(hidden_states, ones, ids)
+
+    def route(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The routed sum with the router's weight on the input: [M, H] from x [M, H], ids and weights [M, k]."""
+        assert self.experts is not None
+        k = top_k_index.shape[1]
+        x = hidden_states.repeat_interleave(k, dim=0)
+        y = self.experts(
+            x,
+            top_k_weights.reshape(-1, 1).float(),
+            top_k_index.reshape(-1, 1),
+            apply_router_weight_on_input=True,
+        )
+        return y.view(-1, k, y.shape[-1]).sum(dim=1)
+
+
+def host_experts(model: nn.Module, name: str, module: nn.Module) -> HostedExperts:
+    """The module to put in the place of a host's experts; the block around them may be changed to call it.
+
+    Raises:
+        CheckpointError: the host calls its experts in a way that is not known here.
+    """
+    kind = type(module).__name__
+    if kind == "Llama4TextExperts":
+        from ._llama4 import RoutedMoe
+
+        model.get_submodule(name.rpartition(".")[0]).__class__ = RoutedMoe
+        return HostedLlama4Experts(module, name)
+    if not hasattr(module, "_apply_gate"):
+        raise CheckpointError(
+            f"{name}: {kind} is not one of the experts that transformers calls through experts_implementation, "
+            "and is not supported"
+        )
+    if getattr(module, "has_post_expert_norm", False):
+        raise CheckpointError(f"{name}: {kind} norms each expert's output, which int4_emu does not do")
+    return HostedExperts(module, name)
 
 
 def is_host_experts(module: nn.Module) -> bool:
@@ -154,6 +207,7 @@ def _interleaves(module: HostedExperts, mine: str) -> bool:
     """Whether the host alternates gate and up rows where ours has all gate rows first."""
     assert module.experts is not None
     halves = module.experts.w13_order == W13Order.halves
+    # Ours alternates only where the checkpoint does, and then its host does too.
     return "w13" in mine and halves and not getattr(module, "is_concatenated", True)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from .._shards import listed
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
+from ..model_config import ActivationSpec
+from ._gating import find_gating
 from ._linears import load_linear, packed_linear_bytes
-from ._modules import HostedExperts, Pending, is_host_experts
+from ._modules import HostedExperts, Pending, host_experts, is_host_experts
+from ._predicting import predicting_layers
+
+if TYPE_CHECKING:
+    from ._host_names import HostNames
 
 logger = logging.getLogger(__name__)
 
@@ -62,50 +68,61 @@ class Plan:
         self.weights = weights
         self.dtype = dtype
         self.packed_modules = 0
-        self._schemes = checkpoint.quantized_linears()
+        self._predicting = predicting_layers(checkpoint)
+        self._layers = [n for n in checkpoint.moe_layers if n not in self._predicting.layers]
+        self._schemes = {
+            module: scheme
+            for module, scheme in checkpoint.quantized_linears().items()
+            if not self._predicting.owns(f"{module}.weight")
+        }
+        self._host = self._host_tensors()
         self._experts: dict[int, str] = {}  # layer number to module name in the model
-        self._linears: dict[str, str] = {}  # checkpoint module to module name in the model
+        self._left: dict[int, str] = {}  # the same, of experts that the host loads
+        self._linears: dict[str, list[str]] = {}  # module name in the model to the checkpoint's modules in it
         self._placeholders: dict[str, Pending] = {}  # module name in the model to what stands there
         self._sizes: dict[str, int] = {}  # module name in the model to bytes when loaded
-        self._features: dict[
-            str, tuple[int, int]
-        ] = {}  # checkpoint module to the [out, in] that the model wants
+        self._features: dict[str, tuple[int, int]] = {}  # module name in the model to the [out, in] it wants
         self._shapes: dict[str, torch.Size] = {}  # parameters that the host loads
 
     def host_tensors(self) -> dict[str, StoredTensor]:
-        """The floating-point tensors of no routed expert and no quantised Linear; nothing is read yet."""
-        layers = self.checkpoint.moe_layers
-        mine = {name for layer in layers for name in self.checkpoint.expert_tensor_names(layer)}
+        """The floating-point tensors of no routed expert and no quantised Linear; nothing is read yet. `install`
+        gives some of them the names that the host knows.
+        """
+        return self._host
+
+    @property
+    def leaves_experts(self) -> bool:
+        """Whether some layer's experts are the host's own, in floating point."""
+        return bool(self._left)
+
+    def _host_tensors(self) -> dict[str, StoredTensor]:
+        mine = {name for layer in self._layers for name in self.checkpoint.expert_tensor_names(layer)}
         return {
             name: StoredTensor(self.checkpoint, name)
             for name in self.checkpoint.tensor_names
-            if name not in mine and name.rpartition(".")[0] not in self._schemes
+            if name not in mine
+            and name.rpartition(".")[0] not in self._schemes
+            and not self._predicting.owns(name)
         }
 
     # While the host builds the model
 
-    def install(self, model: Any, host_name: Callable[[str], str]) -> None:
+    def install(self, model: Any, names: HostNames) -> None:
         """Puts placeholders into the skeleton (on the meta device) of the host model.
 
         Args:
             model: the skeleton.
-            host_name: the host's name of a checkpoint's parameter.
+            names: the host's names of a checkpoint's tensors.
 
         Raises:
             CheckpointError: model and checkpoint have other MoE layers, or a quantised module is no Linear
             of the model.
         """
+        for name in list(self._host):
+            if (known := names.parameter(name)) != name:
+                self._host[known] = self._host.pop(name)
         self._install_experts(model)
-        for module, scheme in self._schemes.items():
-            name = self._find_linear(model, module, host_name)
-            if name is None:
-                continue
-            linear = model.get_submodule(name)
-            self._linears[module] = name
-            self._features[module] = (linear.out_features, linear.in_features)
-            dense = linear.weight.numel() * self.dtype.itemsize
-            packed = packed_linear_bytes(linear.weight.numel(), scheme)
-            self._put(model, name, Pending(), dense if self.weights == "dequantized" else packed)
+        self._install_linears(model, names)
         tied = {key.rpartition(".")[0] for key in _tied_keys(model)}
         if clash := sorted(tied & set(self._placeholders)):
             raise CheckpointError(
@@ -117,40 +134,77 @@ class Plan:
         hosts: dict[int, tuple[str, nn.Module]] = {}
         for name, module in model.named_modules():
             if is_host_experts(module) and (match := _LAYER.search(f"{name}.")):
+                if int(match[1]) in hosts:
+                    raise CheckpointError(
+                        f"{type(model).__name__} has two stacks with experts in layer {match[1]}: "
+                        f"{hosts[int(match[1])][0]} and {name}"
+                    )
                 hosts[int(match[1])] = (name, module)
-        if sorted(hosts) != sorted(self.checkpoint.moe_layers):
-            raise CheckpointError(
-                f"{type(model).__name__} has experts in layers {sorted(hosts)}, the checkpoint in layers "
-                f"{sorted(self.checkpoint.moe_layers)}"
-            )
-        for layer, (name, module) in hosts.items():
+        if not set(self._layers) <= set(hosts):
+            raise CheckpointError(self._other_layers(model, sorted(hosts)))
+        self._left = {layer: name for layer, (name, _) in hosts.items() if layer not in self._layers}
+        for layer in self._layers:
+            name, module = hosts[layer]
+            hosted = host_experts(model, name, module)
             self._experts[layer] = name
+            self._know_activation(module, name)
             plan = self.checkpoint.plan(layer)
             nbytes = plan.dense_bytes(self.dtype) if self.weights == "dequantized" else plan.packed_bytes()
-            self._put(model, name, HostedExperts(module, name), nbytes)
+            self._put(model, name, hosted, nbytes)
 
-    def _find_linear(self, model: Any, module: str, host_name: Callable[[str], str]) -> str | None:
-        """The name of the Linear in the model; None for a module that the model's class says it never
-        loads.
-        """
-        # The plain name first: most models keep it, and the host's renamings cost a walk over the model.
-        prefix = getattr(model, "base_model_prefix", "")
-        names = [module, module.removeprefix(f"{prefix}."), f"{prefix}.{module}"]
-        for name in names:
-            if isinstance(_submodule(model, name), nn.Linear):
-                return name
-        renamed = host_name(f"{module}.weight").removesuffix(".weight")
-        if isinstance(_submodule(model, renamed), nn.Linear):
-            return renamed
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        if any(re.search(pattern, f"{module}.weight") for pattern in ignored):
-            self.checkpoint.mark_consumed(
-                n for n in self.checkpoint.tensor_names if n.rpartition(".")[0] == module
-            )
-            return None
-        raise CheckpointError(
-            f"{module} is quantised in the checkpoint, but {type(model).__name__} has no Linear of that name"
+    def _other_layers(self, model: Any, hosts: list[int]) -> str:
+        return (
+            f"{type(model).__name__} has experts in layers {hosts}, the checkpoint in layers "
+            f"{sorted(self._layers)}"
         )
+
+    def _know_activation(self, module: nn.Module, name: str) -> None:
+        """Asks the host where the configuration's words for the activation are not understood. Where they are,
+        `HostedExperts.fill` compares.
+        """
+        gated = getattr(module, "has_gate", True)
+        try:
+            self.checkpoint.model.activation(gated=gated)
+        except CheckpointError as error:
+            try:
+                found = find_gating(module, name)
+            except ValueError as unknown:
+                raise CheckpointError(f"{error}; {unknown}") from None
+            self.checkpoint.use_activation(
+                ActivationSpec(found.activation, found.limit, found.alpha, found.beta)
+            )
+
+    def _install_linears(self, model: Any, names: HostNames) -> None:
+        parts: dict[str, dict[int, str]] = {}
+        wanted: dict[str, int] = {}
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        for module in self._schemes:
+            place = names.linear(module)
+            if not isinstance(place, str):
+                parts.setdefault(place.name, {})[place.part] = module
+                wanted[place.name] = place.parts
+            elif any(re.search(pattern, f"{module}.weight") for pattern in ignored):
+                self.checkpoint.mark_consumed(
+                    n for n in self.checkpoint.tensor_names if n.rpartition(".")[0] == module
+                )
+            else:
+                raise CheckpointError(
+                    f"{module} is quantised in the checkpoint, but {type(model).__name__} {place}"
+                )
+        for name, found in parts.items():
+            if len(found) != wanted[name]:
+                raise CheckpointError(
+                    f"{type(model).__name__} joins {wanted[name]} tensors in {name}, of which the checkpoint "
+                    f"has only {listed(sorted(found.values()))} quantised"
+                )
+            modules = [found[index] for index in sorted(found)]
+            linear = model.get_submodule(name)
+            self._linears[name] = modules
+            self._features[name] = (linear.out_features, linear.in_features)
+            share = linear.weight.numel() // len(modules)
+            packed = sum(packed_linear_bytes(share, self._schemes[module]) for module in modules)
+            dense = linear.weight.numel() * self.dtype.itemsize
+            self._put(model, name, Pending(), dense if self.weights == "dequantized" else packed)
 
     def _put(self, model: Any, name: str, placeholder: Pending, nbytes: int) -> None:
         parent, _, leaf = name.rpartition(".")
@@ -191,6 +245,11 @@ class Plan:
             CheckpointError: with the names.
         """
         missing = sorted(info["missing_keys"])
+        if any(key.startswith(f"{name}.") for key in missing for name in self._left.values()):
+            raise CheckpointError(
+                self._other_layers(model, sorted([*self._experts, *self._left]))
+                + f"; missing {listed(missing)}"
+            )
         if missing:
             raise CheckpointError(
                 f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}: {listed(missing)}"
@@ -222,8 +281,8 @@ class Plan:
             CheckpointError: a tensor is missing, contradictory or of no use.
             BackendError: packed weights were asked for and no backend supports them.
         """
-        for module, name in self._linears.items():
-            self._fill_linear(model, module, name)
+        for name, modules in self._linears.items():
+            self._fill_linear(model, name, modules)
         if self._linears:
             packed = self.packed_modules
             logger.info("%d Linears beside the experts: %d packed, %d dequantized, because weights=%r",
@@ -243,21 +302,30 @@ class Plan:
         left = [key for key, value in _tensors(model) if value.is_meta]
         if left:
             raise CheckpointError(f"{len(left)} weights of the model were filled by nobody: {listed(left)}")
+        if extra := [name for name in self.checkpoint.unconsumed() if self._predicting.owns(name)]:
+            logger.info(
+                "%d tensors of layers that predict further tokens are not loaded: %s",
+                len(extra),
+                listed(extra),
+            )
+            self.checkpoint.mark_consumed(extra)
         if unused := self.checkpoint.unconsumed():
             message = f"{len(unused)} tensors of the checkpoint have no use: {listed(unused)}"
             if strict:
                 raise CheckpointError(f"{message} (strict=False ignores them)")
             logger.warning("%s; ignored", message)
 
-    def _fill_linear(self, model: Any, module: str, name: str) -> None:
-        weight = self.checkpoint.load_linear(module)
-        want, got = self._features[module], (weight.out_features, weight.in_features)
+    def _fill_linear(self, model: Any, name: str, modules: list[str]) -> None:
+        parts = [self.checkpoint.load_linear(module) for module in modules]
+        want = self._features[name]
+        got = (sum(part.out_features for part in parts), parts[0].in_features)
         if want != got:
             raise CheckpointError(
-                f"{module} is [out, in] = {list(got)} in the checkpoint, the model wants {list(want)}"
+                f"{' and '.join(modules)} is [out, in] = {list(got)} in the checkpoint, "
+                f"the model wants {list(want)}"
             )
         linear = load_linear(
-            weight, module, weights=self.weights, dtype=self.dtype, device=_device(model, name)
+            parts, " and ".join(modules), weights=self.weights, dtype=self.dtype, device=_device(model, name)
         )
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, linear.eval())
@@ -284,10 +352,3 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _tied_keys(model: Any) -> set[str]:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return set(tied) | set(tied.values())
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None

@@ -142,7 +142,11 @@ def from_pretrained(
     want_info = hf_kwargs.pop("output_loading_info", False)
 
     checkpoint = Checkpoint(
-        path, strict=strict, zero_point_format=zero_point_format, contradicting_zeros=contradicting_zeros
+        path,
+        strict=strict,
+        zero_point_format=zero_point_format,
+        contradicting_zeros=contradicting_zeros,
+        leave_stacked=True,
     )
     config, kwargs = _read_config(transformers, path, hf_kwargs)
     model_class = _model_class(transformers, config)
@@ -165,6 +169,10 @@ def from_pretrained(
     if target is not None:
         model.to(target)
     plan.fill(model, strict=strict, progress=progress)
+    if plan.leaves_experts and "experts_implementation" not in kwargs:
+        # Experts in floating point that transformers has loaded: they keep their parameters.
+        register_experts()
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     _finish(transformers, model, plan, path, kwargs)
     return (model, info) if want_info else model
 
