@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...formats import ModelQuantization, parse_quantization_config
 from ._captured import declared_scheme
 from ._linear_method import Int4EmuLinearMethod
 from ._moe_method import Int4EmuMoEMethod
-from ._names import expert_projections, map_names, part_names
+from ._names import expert_projections, map_names, part_names, renamings
 
 logger = init_logger("vllm.int4_emu")
 
@@ -45,6 +46,26 @@ def weights_setting() -> str:
     return str(weights)
 
 
+def expert_weights(weights: str, moe_backend: str) -> str:
+    """What `--moe-backend` makes of the setting: `emulation` is the word for dequantized weights, in vLLM as here.
+
+    Raises:
+        ValueError: packed weights and emulation at once, or a kernel of vLLM's own.
+    """
+    if moe_backend == "auto":
+        return weights
+    if moe_backend != "emulation":
+        raise ValueError(
+            f"--moe-backend {moe_backend} is a kernel of vLLM's own: int4_emu serves experts with auto, or with emulation "
+            "(dequantized weights)"
+        )
+    if weights == "packed":
+        raise ValueError(
+            '--moe-backend emulation contradicts additional_config["int4_emu"]["weights"] = "packed"'
+        )
+    return "dequantized"
+
+
 class Int4EmuConfig(QuantizationConfig):
     """Serves routed experts and Linears in every format that int4_emu reads."""
 
@@ -54,6 +75,7 @@ class Int4EmuConfig(QuantizationConfig):
             raise CheckpointError(
                 "int4_emu serves quantised checkpoints, and the model's config.json has no quantization_config"
             )
+        self.renamings: dict[re.Pattern[str], str | None] = {}
         self.config = deepcopy(config)
         self.quantization: ModelQuantization = parse_quantization_config(self.config)
 
@@ -87,10 +109,12 @@ class Int4EmuConfig(QuantizationConfig):
         check_claims()
         return "int4_emu" if user_quant == "int4_emu" else None
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Drops nothing: g_idx of act-order matters here."""
-        return WeightsMapper()
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: Any = None) -> None:
+        self.renamings = renamings(getattr(hf_config, "model_type", ""))
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Drops nothing, for g_idx of act-order matters here; brings other tools' names of a block to vLLM's."""
+        return WeightsMapper(orig_to_new_regex=self.renamings)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self.config = map_names(self.config, hf_to_vllm_mapper.map_name)
@@ -114,7 +138,8 @@ class Int4EmuConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
             if self.quantizes(layer, prefix):
-                return Int4EmuMoEMethod(self.quantization, layer, prefix, weights_setting())
+                weights = expert_weights(weights_setting(), layer.moe_config.moe_backend)
+                return Int4EmuMoEMethod(self.quantization, layer, prefix, weights)
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, LinearBase):
             if self.quantizes(layer, prefix):

@@ -92,16 +92,6 @@ class ExpertsRequest:
     has_bias: bool
 
 
-@dataclass(frozen=True)
-class _HostedModel(MoEModelConfig):
-    """The MoE part of a model configuration, as the host has read it."""
-
-    spec: ActivationSpec
-
-    def activation(self, *, gated: bool) -> ActivationSpec:
-        return self.spec
-
-
 class ExpertsIntake:
     """Collects one layer. `experts` is there once every tensor has come, and nothing else is kept then."""
 
@@ -199,7 +189,7 @@ class ExpertsIntake:
         for name in self._captured.infos:
             module, _, suffix = name.rpartition(".")
             layer.tensors.setdefault(module, set()).add(suffix)
-        model = _HostedModel(
+        model = MoEModelConfig(
             config={},
             model_type="",
             num_experts=len(request.expert_ids),
@@ -207,7 +197,7 @@ class ExpertsIntake:
             hidden_size=request.hidden_size,
             intermediate_size=request.intermediate_size,
             apply_router_weight_on_input=False,
-            spec=request.activation,
+            known_activation=request.activation,
         )
         plan = plan_layer(layer, reader, model)
         if plan.unknown:

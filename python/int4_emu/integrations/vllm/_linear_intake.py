@@ -15,7 +15,7 @@ from ...errors import CheckpointError
 from ...formats import ModelQuantization
 from ...projection import Bounds, Projection
 from ...projection_reader import ProjectionReader
-from ...quantized_weight import QuantizedWeight, load_quantized_weight
+from ...quantized_weight import QuantizedWeight, join_rows, load_quantized_weight
 from .._linears import load_linear
 from ._captured import CapturedTensors, check_complete, declared_scheme, required_suffixes
 
@@ -83,7 +83,7 @@ class LinearIntake:
                 modules.append(_dense(weight))
                 continue
             weights, dtype, device = self.request.weights, self.request.dtype, self.request.device
-            modules.append(load_linear(weight, name, weights=weights, dtype=dtype, device=device))
+            modules.append(load_linear([weight], name, weights=weights, dtype=dtype, device=device))
         return modules
 
     def _pieces(self, reader: ProjectionReader) -> list[tuple[Projection, Bounds]]:
@@ -211,33 +211,14 @@ def _merged(parts: list[QuantizedWeight | Tensor]) -> list[QuantizedWeight | Ten
         last = merged[-1] if merged else None
         if isinstance(part, Tensor) and isinstance(last, Tensor):
             merged[-1] = torch.cat([last, part])
-        elif isinstance(part, QuantizedWeight) and isinstance(last, QuantizedWeight) and _alike(last, part):
-            qzeros = None
-            if last.qzeros is not None and part.qzeros is not None:
-                qzeros = torch.cat([last.qzeros, part.qzeros])
-            merged[-1] = replace(
-                last,
-                qweight=torch.cat([last.qweight, part.qweight]),
-                scales=torch.cat([last.scales, part.scales]),
-                qzeros=qzeros,
-            )
-        else:
-            merged.append(part)
+            continue
+        if isinstance(part, QuantizedWeight) and isinstance(last, QuantizedWeight):
+            joined = join_rows([last, part])
+            if isinstance(joined, QuantizedWeight):
+                merged[-1] = joined
+                continue
+        merged.append(part)
     return merged
-
-
-def _alike(a: QuantizedWeight, b: QuantizedWeight) -> bool:
-    same = (a.bits, a.group_size, a.scales.dtype, a.qzeros is None) == (
-        b.bits,
-        b.group_size,
-        b.scales.dtype,
-        b.qzeros is None,
-    )
-    return same and _same(a.perm, b.perm) and _same(a.g_idx, b.g_idx)
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
 
 
 def _dense(weight: Tensor) -> nn.Linear:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -12,6 +13,15 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+# Models whose MoE block vLLM calls block_sparse_moe, and some tools, after transformers, mlp.
+_BLOCK_SPARSE_MOE = ("mixtral", "minimax_m2", "phimoe")
+
+
+def renamings(model_type: str) -> dict[re.Pattern[str], str | None]:
+    """Regular expressions on a checkpoint's tensor names, and what vLLM's model has in their place."""
+    if model_type not in _BLOCK_SPARSE_MOE:
+        return {}
+    return {re.compile(r"\.mlp\.(experts|gate)\."): r".block_sparse_moe.\1."}
 
 
 def part_names(prefix: str, packed_modules: Mapping[str, list[str]]) -> tuple[str, ...]:

@@ -59,6 +59,11 @@ class _Overriding:
         self._ignore_unexpected_suffixes = (*self.int4_emu._ignore_unexpected_suffixes, ".g_idx")
         return self.int4_emu.get_checkpoint_weight_mapper()
 
+    def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
+        cast(Any, super()).maybe_update_config(*args, **kwargs)
+        if self.int4_emu is not None:
+            self.int4_emu.maybe_update_config(*args, **kwargs)
+
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         cast(Any, super()).apply_vllm_mapper(hf_to_vllm_mapper)
         if self.int4_emu is not None:
@@ -81,11 +86,18 @@ class _Overriding:
             if lacks := _missing_op(layer):
                 raise NotImplementedError(lacks)
         except Exception as error:
+            if _asks_for_kernel(layer):
+                raise
             _log_once(kind, error)
             return ours.get_quant_method(layer, prefix)
         if method is not None:
             _watch_creation(method, ours, prefix)
         return method
+
+
+def _asks_for_kernel(layer: torch.nn.Module) -> bool:
+    """Whether `--moe-backend` names one of vLLM's kernels for these experts: its refusal then stands."""
+    return isinstance(layer, RoutedExperts) and layer.moe_config.moe_backend not in ("auto", "emulation")
 
 
 def _missing_op(layer: torch.nn.Module) -> str | None:
@@ -105,6 +117,8 @@ def _watch_creation(method: Any, ours: Int4EmuConfig, prefix: str) -> None:
         try:
             create(layer, *args, **kwargs)
         except Exception as error:
+            if _asks_for_kernel(layer):
+                raise
             _log_once(type(layer).__name__, error)
             for name in set(layer._parameters) - before:
                 del layer._parameters[name]
