@@ -22,31 +22,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from int4_emu import Experts, make_expert_map
-from int4_emu.integrations.distributed import ExpertParallel
+from wire import Counting
 
 EXPERTS, HIDDEN, INTER, TOP_K, GROUP = 128, 2048, 768, 8, 32
 TOKENS = (1, 16, 64, 4096)
 ROUNDS = 5
-
-
-class Counting(ExpertParallel):
-    """Counts the bytes that this rank sends to others."""
-
-    sent = 0
-
-    def _swap(self, step: str, t: Tensor, splits_in: list[int], splits_out: list[int]) -> Tensor:
-        row = t.element_size() * t[:1].numel() if t.numel() else 0
-        self.sent += row * (sum(splits_out) - splits_out[self.rank])
-        return super()._swap(step, t, splits_in, splits_out)
-
-    def _gather(self, step: str, t: Tensor) -> Tensor:
-        self.sent += (self.ranks - 1) * t.numel() * t.element_size()
-        return super()._gather(step, t)
-
-    def _collective(self, step: str, run: Any, *args: Any, **options: Any) -> None:
-        if run is dist.reduce_scatter_tensor:
-            self.sent += (self.ranks - 1) * args[0].numel() * args[0].element_size()
-        super()._collective(step, run, *args, **options)
 
 
 def local_experts(world: int, rank: int, packed: bool) -> Experts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from int4_emu import Checkpoint, Experts, make_expert_map
+from int4_emu._shards import TensorFiles
 from int4_emu.integrations.distributed import ExpertParallel, local_expert_ids
 from layers import Layer, make_layer
 
@@ -117,7 +118,7 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
 
 
 def run_cases(rank: int, world: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = costs(rank, world) if DEVICE == "cpu" else {}
     for name, (_, _, split, packed, placement) in CASES.items():
         layer = case_layer(name)
         counts = split(layer.x.shape[0], world)
@@ -130,6 +131,53 @@ def run_cases(rank: int, world: int) -> dict[str, Any]:
             given = on_device(layer.x[rows], layer.topk_weights[rows], layer.topk_ids[rows])
             results[f"{name}/{mode}"] = parallel(*given, **extra).cpu()
     return results
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that do work; views and new tensors are free."""
+
+    FREE = (
+        "view",
+        "_unsafe_view",
+        "expand",
+        "unsqueeze",
+        "reshape",
+        "slice",
+        "select",
+        "split",
+        "unbind",
+        "flatten",
+        "chunk",
+    )
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        name = op.__name__.partition(".")[0]
+        given = [a for a in args if isinstance(a, Tensor)]
+        same = isinstance(result, Tensor) and any(
+            result is t for t in given
+        )  # .to() and .contiguous() of what is so already
+        self.count += not (name.startswith(self.FREE) or "empty" in name or same)
+        return result
+
+
+def costs(rank: int, world: int) -> dict[str, Tensor]:
+    """costs/mode to [operators, bytes sent] of one call."""
+    from wire import Counting
+
+    layer = case_layer("packed")
+    counts = even(layer.x.shape[0], world)
+    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    experts = local_experts(layer, True, make_expert_map(10, world, rank))
+    found = {}
+    for mode, options in MODES.items():
+        parallel = Counting(experts, **options)
+        with Operators() as operators:
+            parallel(layer.x[rows], layer.topk_weights[rows], layer.topk_ids[rows])
+        found[f"costs/{mode}"] = torch.tensor([operators.count, parallel.sent])
+    return found
 
 
 def run_graph(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
@@ -153,19 +201,22 @@ def run_graph(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
-def run_checkpoint(rank: int, world: int) -> torch.Tensor:
-    """Loads this rank's experts from the folder in $CHECKPOINT and runs the layer on every world-th token."""
+def run_checkpoint(rank: int, world: int) -> tuple[Tensor, dict[str, int]]:
+    """Loads this rank's experts from the folder in $CHECKPOINT and runs the layer on every world-th token; and the bytes read by name."""
+    read: dict[str, int] = {}
+    original = TensorFiles._read
+
+    def counting(self: TensorFiles, name: str, cuts: Any) -> Tensor:
+        tensor = original(self, name, cuts)
+        read[name] = read.get(name, 0) + tensor.nbytes
+        return tensor
+
+    TensorFiles._read = counting  # type: ignore[method-assign]
     checkpoint = Checkpoint(os.environ["CHECKPOINT"])
     ids = local_expert_ids(checkpoint.plan(0).num_experts)
     experts = checkpoint.load_experts(0, weights="packed", dtype=FP32, expert_ids=ids)
-    read = {
-        int(m[1])
-        for n in checkpoint._reader.consumed
-        if (m := re.search(r"layers\.0\..*experts\.(\d+)\.", n))
-    }
-    assert read == set(ids), f"rank {rank} holds {ids} and read {read}"
     x, weights, topk_ids = torch.load(os.environ["INPUT"])
-    return ExpertParallel(experts)(x[rank::world], weights[rank::world], topk_ids[rank::world])
+    return ExpertParallel(experts)(x[rank::world], weights[rank::world], topk_ids[rank::world]), read
 
 
 def run_refusals(rank: int, world: int) -> dict[str, str]:
@@ -185,6 +236,19 @@ def run_refusals(rank: int, world: int) -> dict[str, str]:
 
     attempt("mode", lambda: ExpertParallel(experts(), mode="all_to_all" if rank else "all_gather"))
     attempt("dtype", lambda: ExpertParallel(experts(dtype=FP16 if rank else BF16)))
+    loaded = experts()
+    loaded.source = f"layer {rank} of checkpoint 0123456789ab"
+    attempt("layer", lambda: ExpertParallel(loaded))
+    told["source"] = "0123456789ab', 'layer 1 of checkpoint 0123456789ab'] in rank order"
+    gelu = layer.with_(options={"activation": "gelu" if rank else "silu"})
+    attempt("activation", lambda: ExpertParallel(local_experts(gelu, True, make_expert_map(10, world, rank))))
+    small = make_layer(np.random.default_rng(0), experts=10, intermediate=32 if rank else 48)
+    attempt(
+        "intermediate", lambda: ExpertParallel(local_experts(small, False, make_expert_map(10, world, rank)))
+    )
+    attempt(
+        "map", lambda: ExpertParallel(experts(), expert_map=make_expert_map(12 if rank else 10, world, rank))
+    )
     twice = make_expert_map(10, world, 0)
     attempt("twice", lambda: ExpertParallel(experts(0), expert_map=twice))
     good = ExpertParallel(experts(), mode="all_to_all")

@@ -16,11 +16,16 @@ from filelock import FileLock
 
 import oracle
 from checkpoints import require_checkpoint
-from distributed_worker import CASES, MODES, case_layer
-from int4_emu import Checkpoint
+from distributed_worker import CAPACITY, CASES, MODES, case_layer, even, local_experts
+from int4_emu import Checkpoint, make_expert_map
+from int4_emu.integrations import _wire
 from layers import to_numpy
+from on_gpu import needs_gpu
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
+import wire  # noqa: E402
+
 WORLDS = [1, 2, 3, 4]
 
 
@@ -29,7 +34,12 @@ def run_ranks(job: str, world: int, folder: Path, timeout: float = 60.0, **env: 
     folder.mkdir()
     command = [sys.executable, str(HERE / "distributed_worker.py"), job]
     environment = (
-        os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"} | env
+        os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        }
+        | env
     )
     processes = [
         subprocess.Popen(
@@ -97,15 +107,15 @@ def test_reduced_partial_sums(results: Any, name: str, world: int) -> None:
     """all_gather adds the same k terms in another order: each float32 sum is off by at most k * 2^-24 of their magnitudes."""
     layer = case_layer(name)
     k = layer.topk_ids.shape[1]
+    # The slots' weighted outputs as float32, k = 1 leaving nothing to sum. Both ways add the same ones: with k terms and zeros each sum,
+    # in whatever order, is off by at most k * 2^-24 of their magnitudes, a product's own rounding included.
+    experts = local_experts(layer, CASES[name][3], make_expert_map(10, 1, 0))
     terms = np.zeros(layer.x.shape)
     for j in range(k):
-        one = layer.with_(
-            topk_weights=layer.topk_weights[:, j : j + 1].nan_to_num(), topk_ids=layer.topk_ids[:, j : j + 1]
-        )
-        terms += np.abs(one.want(packed=CASES[name][3]).value)
-    # The outputs of the slots are equal but for the float32 sums inside the experts, whose batches differ.
+        weights, ids = (t[:, j : j + 1] for t in (layer.topk_weights, layer.topk_ids))
+        terms += np.abs(to_numpy(experts.partial_sums(layer.x, weights, ids)))
     got, want = (to_numpy(results(world)[f"{name}/{mode}"]) for mode in ("all_gather", "all_to_all"))
-    assert (np.abs(got - want) <= 2 * (k + 1) * 2.0**-24 * terms + 2.0**-20 * terms).all()
+    assert (np.abs(got - want) <= 2 * k * 2.0**-24 * terms).all()
 
 
 def test_auto_takes_the_cheaper_way(results: Any) -> None:
@@ -119,27 +129,89 @@ def test_auto_takes_the_cheaper_way(results: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "slots", "tokens", "gathers"),
     [
-        # H = 8, bf16, k = 2: a row takes 24 bytes, a slot's output 32, gathering 64 per token and peer.
-        ([[0, 4], [4, 0]], [[0, 8], [8, 0]], [4, 4], True),  # 4 * 24 + 8 * 32 = 352 > 4 * 64
-        ([[3, 1], [1, 3]], [[7, 1], [1, 7]], [4, 4], False),  # 24 + 32 = 56
-        ([[0, 4], [0, 0]], [[0, 5], [0, 0]], [4, 0], False),  # rank 0 sends 96, rank 1 160, gathering 256
+        # H = 8, bf16, k = 2: a row takes 16 + 8 + 8 bytes, a slot's output 32, gathering 64 per token and peer.
+        ([[0, 4], [4, 0]], [[0, 8], [8, 0]], [4, 4], True),  # 4 * 32 + 8 * 32 = 384 > 4 * 64
+        ([[3, 1], [1, 3]], [[7, 1], [1, 7]], [4, 4], False),  # 32 + 32 = 64
+        ([[0, 4], [0, 0]], [[0, 5], [0, 0]], [4, 0], False),  # rank 0 sends 128, rank 1 160, gathering 256
         ([[0, 0], [0, 0]], [[0, 0], [0, 0]], [0, 0], False),  # a tie
     ],
 )
 def test_rule(rows: Any, slots: Any, tokens: Any, gathers: bool) -> None:
-    from int4_emu.integrations import distributed
+    x = torch.zeros(1, 8, dtype=torch.bfloat16)
+    row = _wire.pack(x, torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2)).nbytes
+    assert _wire.gathering_is_cheaper(_wire.Sizes(rows, slots, tokens), row, 8) is gathers
 
-    parallel = distributed.ExpertParallel.__new__(distributed.ExpertParallel)
-    torch.nn.Module.__init__(parallel)
-    parallel.ranks = 2
-    sizes = distributed._Sizes(rows, slots, tokens)
-    assert parallel._gathering_is_cheaper(sizes, torch.zeros(1, 8, dtype=torch.bfloat16), 2) is gathers
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden", [1, 6, 7, 8])
+def test_packed_rows(hidden: int, dtype: torch.dtype) -> None:
+    """What is packed comes out again, bit for bit, whatever the strides and offsets; filled rows are unrouted."""
+    wide = torch.randn(6, hidden + 3).to(dtype)
+    ids = torch.arange(10, dtype=torch.int32).view(5, 2)
+    weights = torch.tensor([[float("nan"), 1.0]]).repeat(5, 1)
+    for x in (wide[:5, :hidden], wide[1:, 1 : hidden + 1], wide[:, :hidden].contiguous()[1:]):
+        packed = _wire.padded_to(_wire.pack(x, ids, weights), 7)
+        got, got_ids, got_weights = _wire.unpack(packed, dtype, hidden, 2)
+        assert torch.equal(got[:5], x) and torch.equal(got_ids[:5], ids) and bool((got_ids[5:] == -1).all())
+        assert torch.equal(got_weights[:5].nan_to_num(), weights.nan_to_num())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[needs_gpu, pytest.mark.gpu])])
+@pytest.mark.parametrize("k", [1, 2, 8, 22])
+def test_slots_are_summed_in_slot_order(k: int, device: str) -> None:
+    """Bit for bit one addition after the other, for widths with and without a vector's tail."""
+    for hidden in (1, 33, 256, 2049):
+        rows = (torch.randn(3 * k + 1, hidden) * 10.0 ** torch.randint(-4, 4, (3 * k + 1, 1))).to(device)
+        at = torch.randint(0, 3 * k + 1, (5, k), device=device)
+        want = rows[at[:, 0]]
+        for j in range(1, k):
+            want = want + rows[at[:, j]]
+        assert torch.equal(_wire.slot_sums(rows, at), want), hidden
+
+
+# Operators that do work, collectives among them, of one call: on one rank and on several. On a GPU each is a launch or several.
+LAUNCHES = {"all_to_all": (5, 27), "padded": (5, 13), "all_gather": (2, 10), "auto": (5, 27)}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_costs(results: Any, world: int) -> None:
+    """How many operators a call takes, and which bytes it sends: those that the rows and slots of this routing need."""
+    layer = case_layer("packed")
+    ids, counts = layer.topk_ids.numpy(), even(layer.x.shape[0], world)
+    maps = [make_expert_map(10, world, r).numpy() for r in range(world)]
+    owner = np.stack(maps).argmax(0)[ids]  # [M, k]
+    home = np.repeat(np.arange(world), counts)
+    hidden, k = 64, ids.shape[1]
+    for rank in range(world):
+        costs = {mode: results(world)[f"costs/{mode}"].view(world, 2)[rank].tolist() for mode in MODES}
+        for mode, (operators, _) in costs.items():
+            assert operators <= LAUNCHES[mode][world > 1], (mode, operators)
+        row = 2 * hidden + 8 * k
+        mine, others = owner[home == rank], owner[home != rank]
+        sent_rows = sum(len(set(slots) - {rank}) for slots in mine.tolist())
+        sizes = (world - 1) * 8
+        want = {
+            "all_to_all": sent_rows * row + (others == rank).sum() * 4 * hidden + sizes * (2 * world + 1),
+            "padded": (world - 1) * CAPACITY * (row + k * 4 * hidden),
+            "all_gather": (world - 1) * max(counts) * (row + 4 * hidden) + sizes,
+        }
+        assert {mode: costs[mode][1] for mode in want} == (want if world > 1 else dict.fromkeys(want, 0))
+    # The formulas on paper, where the routing does not matter: 24 tokens, in padded mode as many as fit.
+    model = wire.Model("", hidden, 48, 10, k, 1, 0)
+    total = {
+        mode: sum(int(results(world)[f"costs/{mode}"].view(world, 2)[r, 1]) for r in range(world))
+        for mode in want
+    }
+    per_token = wire.bytes_per_token(model, world)
+    assert total["padded"] == per_token["padded"] * CAPACITY * world
+    assert total["all_gather"] == per_token["all_gather"] * 24 + world * sizes
 
 
 def test_ranks_read_their_own_experts(tmp_path: Path) -> None:
-    """A checkpoint's layer over three ranks equals the whole layer in one process."""
+    """A checkpoint's layer over three ranks equals the whole layer in one process; each rank reads the bytes of its experts."""
     folder = require_checkpoint("ct-mixtral-w4a16-asym-g32-actorder-group-gidx")
-    whole = Checkpoint(folder).load_experts(0, weights="packed", dtype=torch.float32)
+    checkpoint = Checkpoint(folder)
+    whole = checkpoint.load_experts(0, weights="packed", dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(14, whole.hidden_size, generator=generator)
     ids = torch.randint(0, whole.num_experts, (14, 2), generator=generator)
@@ -149,8 +221,18 @@ def test_ranks_read_their_own_experts(tmp_path: Path) -> None:
         "checkpoint", 3, tmp_path / "ranks", CHECKPOINT=str(folder), INPUT=str(tmp_path / "input.pt")
     )
     want = whole(x, weights, ids)
-    for rank, got in enumerate(ranks):
+    for rank, (got, read) in enumerate(ranks):
         torch.testing.assert_close(got, want[rank::3], rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+        mine = set((make_expert_map(whole.num_experts, 3, rank) >= 0).nonzero().flatten().tolist())
+        names = {e: [n for n in checkpoint.expert_tensor_names(0) if f".experts.{e}." in n] for e in mine}
+        held = {n: checkpoint.tensor_info(n).nbytes for e in mine for n in names[e]}
+        assert {n for n in read if ".experts." in n} == set(held)
+        # g_idx is looked at twice: for the order of the columns, and with the rest.
+        assert {n: b for n, b in read.items() if n in held and not n.endswith("g_idx")} == {
+            n: b for n, b in held.items() if not n.endswith("g_idx")
+        }
+        beside = {n: b for n, b in read.items() if n not in held}
+        assert sum(beside.values()) <= 4096 * 4, beside
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -158,6 +240,14 @@ def test_refusals(tmp_path: Path) -> None:
     told = run_ranks("refusals", 2, tmp_path / "ranks")
     for rank, errors in enumerate(told):
         assert "agree on mode, got ['all_gather', 'all_to_all']" in errors["mode"], errors
+        assert (
+            errors["layer"]
+            == "ValueError: the ranks must agree on checkpoint, got ['layer 0 of checkpoint "
+            + errors["source"]
+        ), errors
+        assert "agree on activation, got ['silu', 'gelu']" in errors["activation"], errors
+        assert "agree on intermediate_size, got [48, 32]" in errors["intermediate"], errors
+        assert "must have the same global E >= 1 entries on every rank, got [10, 12]" in errors["map"], errors
         assert "agree on dtype, got ['torch.bfloat16', 'torch.float16']" in errors["dtype"], errors
         assert "expert 0 must be held by exactly one rank, got [0, 1]" in errors["twice"], errors
         assert "k must be the same on every rank, got [2, 3]" in errors["k"], errors

@@ -15,6 +15,7 @@ import torch
 
 from . import ops
 from ._enums import Format
+from ._fingerprint import layer_fingerprint
 from ._shards import TensorFiles, TensorInfo, check_inside, listed, read_json_object
 from .errors import CheckpointError
 from .formats import ModelQuantization, QuantScheme, parse_quantization_config
@@ -387,6 +388,7 @@ class Checkpoint:
             dtype=dtype,
             backend=backend,
         )
+        experts.source = layer_fingerprint(self.config, self._files, layer, plan.layer.block)
         return experts, loader.bytes_read
 
     def _orders(self, plan: LayerPlan, ids: list[int] | None) -> GroupOrders:

@@ -127,6 +127,7 @@ class Experts(nn.Module, FromFormats):
         self.dtype = dtype
         self.backend = backend
         self.layout = Layout.canonical
+        self.source: str | None = None  # the checkpoint and layer, as `Checkpoint` says them
         tensors = {
             ("w13_qweight" if self.is_packed else "w13"): w13,
             ("w2_qweight" if self.is_packed else "w2"): w2,

@@ -14,7 +14,7 @@ long as the kernels see the same experts' batches.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,10 @@ from torch import Tensor, nn
 
 from ..expert_map import make_expert_map
 from ..experts import Experts
+from ._wire import Sizes, agreed_maps, gathering_is_cheaper, pack, padded_to, slot_sums, unpack
 
 Mode = Literal["auto", "all_to_all", "all_gather", "padded"]
 _MODES = ("auto", "all_to_all", "all_gather", "padded")
-
-
-class _Sizes(NamedTuple):
-    """What the ranks are about to send: row [r][d] and slot [r][d] counts from rank r to rank d, and each rank's tokens."""
-
-    rows: list[list[int]]
-    slots: list[list[int]]
-    tokens: list[int]
 
 
 class ExpertParallel(nn.Module):
@@ -48,8 +41,11 @@ class ExpertParallel(nn.Module):
     RuntimeError with the step that failed. An argument that one rank refuses is an error on every rank, except in `padded` mode.
     """
 
-    expert_map: Tensor
+    expert_map: Tensor  # int32 [global E]: slot of this rank, or -1
+    # int32 [global E + 1], by global id; the last entry is that of an unrouted slot, whose id is -1 or global E.
     owner: Tensor
+    local: Tensor
+    every: Tensor  # int32 [R, 1, 1]: the ranks
 
     def __init__(
         self,
@@ -72,7 +68,8 @@ class ExpertParallel(nn.Module):
             capacity: `padded` mode: tokens per rank, the same everywhere; a smaller batch is padded.
 
         Raises:
-            ValueError: the ranks disagree, or do not hold each expert exactly once; the same on every rank.
+            ValueError: the ranks disagree on the checkpoint, the layer, a size, the activation or an option, or do not hold each expert
+                exactly once; the same sentence on every rank.
         """
         super().__init__()
         if mode not in _MODES:
@@ -87,8 +84,12 @@ class ExpertParallel(nn.Module):
             raise ValueError("this process is no member of the group")
         given = expert_map if expert_map is not None else experts.expert_map
         facts = {
+            "checkpoint": experts.source,
             "hidden_size": experts.hidden_size,
+            "intermediate_size": experts.intermediate_size,
             "dtype": str(experts.dtype),
+            "activation": experts.activation.name,
+            "limit, alpha and beta": (experts.limit, experts.alpha, experts.beta),
             "mode": mode,
             "capacity": capacity,
             "has a map": given is not None,
@@ -97,13 +98,21 @@ class ExpertParallel(nn.Module):
         }
         everyone: list[Any] = [None] * self.ranks
         self._collective("comparing the layers", dist.all_gather_object, everyone, facts)
-        maps = _agreed_maps(everyone)
-        owner = [next(r for r, m in enumerate(maps) if m[e] >= 0) for e in range(len(maps[0]))]
-        device = experts.device
-        self.register_buffer(
-            "expert_map", torch.tensor(maps[self.rank], dtype=torch.int32, device=device), persistent=False
-        )
-        self.register_buffer("owner", torch.tensor(owner, dtype=torch.int64, device=device), persistent=False)
+        maps = agreed_maps(everyone)
+        mine = maps[self.rank]
+        owner = [next(r for r, m in enumerate(maps) if m[e] >= 0) for e in range(len(mine))]
+        # The answer of an unrouted slot is a row of zeros: any rank's in padded mode, and elsewhere it has no rank.
+        tables = {
+            "expert_map": mine,
+            "owner": [*owner, 0 if mode == "padded" else self.ranks],
+            "local": [*mine, -1],
+            "every": [[[r]] for r in range(self.ranks)],
+        }
+        for name, values in tables.items():
+            table = torch.tensor(values, dtype=torch.int32, device=experts.device)
+            self.register_buffer(name, table, persistent=False)
+        # One rank that holds the experts in their order needs no look-up.
+        self._is_plain = self.ranks == 1 and mine == list(range(experts.num_experts))
 
     def forward(
         self,
@@ -125,125 +134,96 @@ class ExpertParallel(nn.Module):
             [..., H], dtype of hidden_states.
         """
         error = self._error(hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
-        if error is not None and self.mode == "padded":
+        if error is not None:
+            if self.ranks > 1 and self.mode != "padded":  # the others must not wait for this rank
+                self._sizes(self._exchange(torch.full((self._counts,), -1, device=self.owner.device)), error)
             raise error
-        if error is not None:  # the others must not wait for this rank
-            self._exchange(
-                torch.full((2 * self.ranks + 2,), -1, dtype=torch.int64, device=self.owner.device), error
-            )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weights, ids = topk_weights.float(), topk_ids.long()
+        weights = topk_weights.float()
         if apply_router_weight_on_input:
             x, weights = (x.float() * weights).to(x.dtype), torch.ones_like(weights)
-        known = (ids >= 0) & (ids < self.owner.numel())
-        # [M, k]: the rank of each slot, `ranks` where it is unrouted.
-        owner = torch.where(known, self.owner[ids.clamp(0, self.owner.numel() - 1)], self.ranks)
-        ids = torch.where(known, ids, -1)
-        if self.mode == "padded":
-            return self._padded(x, weights, ids, owner).view(hidden_states.shape)
-        every = torch.arange(self.ranks, device=x.device)
-        to_rank = owner.unsqueeze(0) == every.view(-1, 1, 1)  # [R, M, k]
-        needed = to_rank.any(2)  # [R, M]
-        mine = torch.tensor([x.shape[0], ids.shape[1]], device=x.device)
-        sizes = self._exchange(torch.cat([needed.sum(1), to_rank.sum((1, 2)), mine]), None)
-        gathers = self.mode == "all_gather" or (
-            self.mode == "auto" and self._gathering_is_cheaper(sizes, x, ids.shape[1])
-        )
-        y = (
-            self._all_gather(x, weights, ids, sizes)
-            if gathers
-            else self._all_to_all(x, weights, ids, owner, to_rank, needed, sizes)
-        )
-        return y.view(hidden_states.shape)
+        y = self._alone(x, weights, topk_ids) if self.ranks == 1 else self._together(x, weights, topk_ids)
+        return y.to(x.dtype).view(hidden_states.shape)
 
     # --- the three ways ----------------------------------------------------------------------------------------------------------
 
-    def _all_to_all(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        owner: Tensor,
-        to_rank: Tensor,
-        needed: Tensor,
-        sizes: _Sizes,
-    ) -> Tensor:
-        me, (tokens, k) = self.rank, ids.shape
+    def _alone(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """One rank: the same sums, and nothing to send."""
+        expert_map = None if self._is_plain else self.expert_map
+        if self.mode == "all_gather":
+            return self.experts.partial_sums(x, weights, ids, expert_map=expert_map)
+        y = self._slot_outputs(x, weights, ids, expert_map)
+        return slot_sums(y, torch.arange(ids.numel(), device=ids.device).view(ids.shape))
+
+    def _together(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        tokens, k = ids.shape
+        ids = ids.clamp(-1, self.expert_map.numel()).int()
+        if self.mode == "padded":
+            return self._padded(pack(x, ids, weights), ids)
+        size = torch.full((1,), _one_number(tokens, k), device=x.device)
+        if self.mode == "all_gather":
+            sizes = self._sizes(self._exchange(size))
+            return self._all_gather(pack(x, ids, weights), tokens, k, sizes)
+        to_rank = self.owner[ids] == self.every  # [R, M, k]
+        needed = to_rank.any(2)  # [R, M]
+        everyone = self._exchange(torch.cat([needed.sum(1), to_rank.sum((1, 2)), size]))
+        # Work for the device while the sizes are on their way.
+        packed = pack(x, ids, weights)
+        sizes = self._sizes(everyone)
+        if self.mode == "auto" and gathering_is_cheaper(sizes, packed.shape[1] * 4, x.shape[1]):
+            return self._all_gather(packed, tokens, k, sizes)
+        return self._all_to_all(packed, to_rank, needed, sizes)
+
+    def _all_to_all(self, packed: Tensor, to_rank: Tensor, needed: Tensor, sizes: Sizes) -> Tensor:
+        me, k = self.rank, to_rank.shape[2]
         rows_out, slots_out = sizes.rows[me], sizes.slots[me]
         rows_in, slots_in = [r[me] for r in sizes.rows], [s[me] for s in sizes.slots]
         # Rows: by rank, then by token.
-        at = _positions(needed)
-        token = _scattered(torch.arange(tokens, device=x.device).expand_as(needed), needed, at, sum(rows_out))
-        rank = _scattered(
-            torch.arange(self.ranks, device=x.device).unsqueeze(1).expand_as(needed),
-            needed,
-            at,
-            sum(rows_out),
+        token = needed.nonzero_static(size=sum(rows_out))[:, 1]
+        received = packed.new_empty((sum(rows_in), packed.shape[1]))
+        self._swap("dispatch", received, packed.index_select(0, token), rows_in, rows_out)
+        x, ids, weights = unpack(received, self.experts.dtype, self.experts.hidden_size, k)
+        # Slots of this rank's experts: by source, by row, by j. They have local ids rather than global ones with a map: kernels are
+        # chosen by the rows that each expert may expect.
+        ids = self.local[ids]
+        row, j = (ids >= 0).nonzero_static(size=sum(slots_in)).unbind(1)
+        y = self.experts.partial_sums(
+            x.index_select(0, row), weights[row, j].unsqueeze(1), ids[row, j].unsqueeze(1)
         )
-        for_rank = torch.where(owner[token] == rank.unsqueeze(1), ids[token], -1)
-        sent = _pack(x[token], for_rank.int())
-        received = self._swap("dispatch", sent, rows_in, rows_out)
-        x_in, (ids_in,) = _unpack(received, x.dtype, x.shape[1], [(torch.int32, k)])
-        # Slots of this rank's experts: by source, by row, by j.
-        here = ids_in >= 0
-        slot = _scattered(
-            torch.arange(here.numel(), device=x.device).view(here.shape),
-            here,
-            _positions(here),
-            sum(slots_in),
-        )
-        # Slots of its own, not global ids with a map: kernels are chosen by the rows that each expert may expect.
-        y = self._slot_outputs(x_in[slot // k], self.expert_map[ids_in.flatten()[slot].long()], None)
-        # The last row serves unrouted slots.
-        back = x.new_zeros((sum(slots_out) + 1, x.shape[1]), dtype=torch.float32)
-        back[:-1] = self._swap("combine", y, slots_out, slots_in)
-        at = _positions(to_rank).gather(0, owner.clamp(max=self.ranks - 1).unsqueeze(0)).squeeze(0)
-        return _weighted_sum(
-            back, torch.where(owner < self.ranks, at, back.shape[0] - 1), weights, owner < self.ranks, x.dtype
-        )
+        # Row 0 serves unrouted slots, the others come by rank, then by slot.
+        back = y.new_empty((sum(slots_out) + 1, y.shape[1]))
+        back[0].zero_()
+        self._swap("combine", back[1:], y, slots_out, slots_in)
+        at = to_rank.flatten().cumsum(0).view(to_rank.shape).mul_(to_rank).sum(0)
+        return slot_sums(back, at)
 
-    def _padded(self, x: Tensor, weights: Tensor, ids: Tensor, owner: Tensor) -> Tensor:
+    def _padded(self, packed: Tensor, ids: Tensor) -> Tensor:
         assert self.capacity is not None
         (tokens, k), room = ids.shape, self.capacity
-        sent = _pack(_padded_to(x, room, 0), _padded_to(ids.int(), room, -1))
-        everyone = self._gather("dispatch", sent)
-        x_in, (ids_in,) = _unpack(everyone, x.dtype, x.shape[1], [(torch.int32, k)])
-        rows = x_in.repeat_interleave(k, 0, output_size=x_in.shape[0] * k)
-        y = self._slot_outputs(rows, ids_in.flatten(), self.expert_map)
-        back = x.new_zeros((self.ranks * room * k + 1, x.shape[1]), dtype=torch.float32)
-        even = [room * k] * self.ranks
-        back[:-1] = self._swap("combine", y, even, even)
-        slot = torch.arange(tokens * k, device=x.device).view(tokens, k)
-        at = torch.where(owner < self.ranks, owner * (room * k) + slot, back.shape[0] - 1)
-        return _weighted_sum(back, at, weights, owner < self.ranks, x.dtype)
+        everyone = self._gather("dispatch", padded_to(packed, room))
+        x, ids_in, weights = unpack(everyone, self.experts.dtype, self.experts.hidden_size, k)
+        y = self._slot_outputs(x, weights, ids_in, self.expert_map)
+        back, even = torch.empty_like(y), [room * k] * self.ranks
+        self._swap("combine", back, y, even, even)
+        slot = torch.arange(tokens * k, device=ids.device).view(tokens, k)
+        return slot_sums(back, torch.add(slot, self.owner[ids], alpha=room * k))
 
-    def _all_gather(self, x: Tensor, weights: Tensor, ids: Tensor, sizes: _Sizes) -> Tensor:
-        room, k = max(sizes.tokens), ids.shape[1]
-        sent = _pack(_padded_to(x, room, 0), _padded_to(ids.int(), room, -1), _padded_to(weights, room, 0))
-        everyone = self._gather("dispatch", sent)
-        x_in, (ids_in, weights_in) = _unpack(
-            everyone, x.dtype, x.shape[1], [(torch.int32, k), (torch.float32, k)]
+    def _all_gather(self, packed: Tensor, tokens: int, k: int, sizes: Sizes) -> Tensor:
+        room = max(sizes.tokens)
+        everyone = self._gather("dispatch", padded_to(packed, room))
+        x, ids, weights = unpack(everyone, self.experts.dtype, self.experts.hidden_size, k)
+        partial = self.experts.partial_sums(x.contiguous(), weights, ids, expert_map=self.expert_map)
+        out = partial.new_empty((room, partial.shape[1]))
+        if room > 0:
+            self._collective("combine", dist.reduce_scatter_tensor, out, partial)
+        return out[:tokens]
+
+    def _slot_outputs(self, x: Tensor, weights: Tensor, ids: Tensor, expert_map: Tensor | None) -> Tensor:
+        """The weighted output of each slot, float32 [M * k, H]: each is a row of its own, unrouted ones are zero."""
+        rows = x.unsqueeze(1).expand(-1, ids.shape[1], -1).reshape(-1, x.shape[1])
+        return self.experts.partial_sums(
+            rows, weights.reshape(-1, 1), ids.reshape(-1, 1), expert_map=expert_map
         )
-        partial = self.experts.partial_sums(x_in, weights_in, ids_in, expert_map=self.expert_map)
-        out = partial.new_empty((room, x.shape[1]))
-        if self.ranks == 1:
-            out = partial
-        elif room > 0:
-            self._collective("combine", dist.reduce_scatter_tensor, out, partial, group=self.group)
-        return out[: x.shape[0]].to(x.dtype)
-
-    def _slot_outputs(self, x: Tensor, ids: Tensor, expert_map: Tensor | None) -> Tensor:
-        """[S, H] and ids [S] to the experts' float32 outputs [S, H], not weighted."""
-        ones = torch.ones((ids.numel(), 1), dtype=torch.float32, device=x.device)
-        return self.experts.partial_sums(x, ones, ids.unsqueeze(1), expert_map=expert_map)
-
-    def _gathering_is_cheaper(self, sizes: _Sizes, x: Tensor, k: int) -> bool:
-        """Bytes that the busiest rank sends: for rows and slot outputs in one way, for everyone's tokens and partial sums in the other."""
-        row, hidden = x.shape[1] * x.element_size() + 4 * k, x.shape[1]
-        dispatched = [sum(r) - r[i] for i, r in enumerate(sizes.rows)]
-        returned = [sum(s[i] for s in sizes.slots) - sizes.slots[i][i] for i in range(self.ranks)]
-        swapping = max(row * d + 4 * hidden * b for d, b in zip(dispatched, returned, strict=True))
-        return (self.ranks - 1) * max(sizes.tokens) * (row + 4 * k + 4 * hidden) < swapping
 
     # --- collectives -------------------------------------------------------------------------------------------------------------
 
@@ -279,9 +259,17 @@ class ExpertParallel(nn.Module):
             )
         return None
 
-    def _exchange(self, counts: Tensor, error: Exception | None) -> _Sizes:
+    @property
+    def _counts(self) -> int:
+        """How many numbers a rank tells the others: rows and slots for each rank, and its sizes."""
+        return 1 if self.mode == "all_gather" else 2 * self.ranks + 1
+
+    def _exchange(self, counts: Tensor) -> Tensor:
+        return self._gather("exchanging sizes", counts.unsqueeze(0))
+
+    def _sizes(self, gathered: Tensor, error: Exception | None = None) -> Sizes:
         """Every rank's counts, on the host. With an error of this rank, and with one of another's, all ranks raise."""
-        everyone = self._gather("exchanging sizes", counts.unsqueeze(0)).tolist()
+        everyone = gathered.tolist()
         if error is not None:
             raise error
         refused = [r for r, counts in enumerate(everyone) if counts[-1] < 0]
@@ -289,33 +277,27 @@ class ExpertParallel(nn.Module):
             raise RuntimeError(
                 f"{self._name}: rank {refused[0]} refused its arguments; its own error says why"
             )
-        widths = {counts[-1] for counts in everyone}
+        sizes = [_two_numbers(counts[-1]) for counts in everyone]
+        widths = {k for _, k in sizes}
         if len(widths) > 1:
             raise ValueError(f"{self._name}: k must be the same on every rank, got {sorted(widths)}")
         n = self.ranks
-        return _Sizes([c[:n] for c in everyone], [c[n : 2 * n] for c in everyone], [c[-2] for c in everyone])
+        return Sizes([c[:n] for c in everyone], [c[n : 2 * n] for c in everyone], [m for m, _ in sizes])
 
     def _gather(self, step: str, t: Tensor) -> Tensor:
         """[N, ...] of every rank to [R * N, ...]."""
-        if self.ranks == 1 or t.numel() == 0:
-            return t if self.ranks == 1 else t.new_empty((0, *t.shape[1:]))
         out = t.new_empty((self.ranks * t.shape[0], *t.shape[1:]))
-        self._collective(step, dist.all_gather_into_tensor, out, t.contiguous(), group=self.group)
+        if out.numel() > 0:
+            self._collective(step, dist.all_gather_into_tensor, out, t)
         return out
 
-    def _swap(self, step: str, t: Tensor, splits_in: list[int], splits_out: list[int]) -> Tensor:
-        """Sends splits_out[d] rows to each rank d and receives splits_in[s] of each rank s."""
-        if self.ranks == 1:
-            return t
-        out = t.new_empty((sum(splits_in), *t.shape[1:]))
-        self._collective(
-            step, dist.all_to_all_single, out, t.contiguous(), splits_in, splits_out, group=self.group
-        )
-        return out
+    def _swap(self, step: str, out: Tensor, t: Tensor, splits_in: list[int], splits_out: list[int]) -> None:
+        """Sends splits_out[d] rows of t to each rank d and receives splits_in[s] of each rank s in out."""
+        self._collective(step, dist.all_to_all_single, out, t, splits_in, splits_out)
 
-    def _collective(self, step: str, run: Any, *args: Any, **options: Any) -> None:
+    def _collective(self, step: str, run: Any, *args: Any) -> None:
         try:
-            run(*args, **({"group": self.group} | options))
+            run(*args, group=self.group)
         except RuntimeError as error:  # DistBackendError and DistNetworkError are
             raise RuntimeError(
                 f"{self._name}: {step} failed; a peer may have died or stalled for longer than the process group's timeout: {error}"
@@ -326,81 +308,16 @@ class ExpertParallel(nn.Module):
         return f"ExpertParallel on rank {self.rank} of {self.ranks}"
 
     def extra_repr(self) -> str:
-        return f"rank={self.rank} of {self.ranks}, mode={self.mode}, global E={self.owner.numel()}"
+        return f"rank={self.rank} of {self.ranks}, mode={self.mode}, global E={self.expert_map.numel()}"
 
 
-def _agreed_maps(everyone: list[dict[str, Any]]) -> list[list[int]]:
-    """The ranks' expert maps, checked: one answer for everyone."""
-    for fact in ("hidden_size", "dtype", "mode", "capacity", "has a map"):
-        values = [rank[fact] for rank in everyone]
-        if len(set(values)) > 1:
-            raise ValueError(f"the ranks must agree on {fact}, got {values} in rank order")
-    counts = [rank["num_experts"] for rank in everyone]
-    if everyone[0]["map"] is None:
-        total = sum(counts)
-        starts = [sum(counts[:r]) for r in range(len(counts))]
-        maps = [
-            [e - s if s <= e < s + n else -1 for e in range(total)]
-            for s, n in zip(starts, counts, strict=True)
-        ]
-    else:
-        maps = [rank["map"] for rank in everyone]
-    sizes = {len(m) for m in maps}
-    if len(sizes) > 1 or 0 in sizes:
-        raise ValueError(
-            f"expert_map must have the same global E >= 1 entries on every rank, got {[len(m) for m in maps]} in rank order"
-        )
-    for e in range(len(maps[0])):
-        holders = [r for r, m in enumerate(maps) if m[e] >= 0]
-        if len(holders) != 1:
-            raise ValueError(f"expert {e} must be held by exactly one rank, got {holders or 'none'}")
-    for r, (m, n) in enumerate(zip(maps, counts, strict=True)):
-        held = sorted(v for v in m if v >= 0)
-        if held != list(range(len(held))) or len(held) > n:
-            raise ValueError(f"expert_map of rank {r} must lead to slots 0..{n - 1}, each once, got {held}")
-    return maps
+def _one_number(tokens: int, k: int) -> int:
+    """Both sizes of a batch as one, which is one launch on a GPU."""
+    return tokens << 16 | k
 
 
-def _positions(mask: Tensor) -> Tensor:
-    """Where each true entry of a mask comes, in reading order."""
-    return (mask.flatten().cumsum(0) - 1).view(mask.shape)
-
-
-def _scattered(values: Tensor, mask: Tensor, at: Tensor, count: int) -> Tensor:
-    """values[mask] in reading order, `count` of them, without asking the device how many there are."""
-    out = torch.empty(count + 1, dtype=values.dtype, device=values.device)
-    out.scatter_(0, torch.where(mask, at, count).flatten(), values.flatten())
-    return out[:count]
-
-
-def _padded_to(t: Tensor, rows: int, value: int) -> Tensor:
-    return nn.functional.pad(t, (0, 0, 0, rows - t.shape[0]), value=value)
-
-
-def _pack(x: Tensor, *extras: Tensor) -> Tensor:
-    """Rows of several tensors as one tensor of bytes, for one collective."""
-    return torch.cat([t.contiguous().view(torch.uint8) for t in (x, *extras)], 1)
-
-
-def _unpack(
-    rows: Tensor, dtype: torch.dtype, hidden: int, extras: list[tuple[torch.dtype, int]]
-) -> tuple[Tensor, list[Tensor]]:
-    parts = [(dtype, hidden), *extras]
-    split = rows.split([n * d.itemsize for d, n in parts], 1)
-    x, *rest = (s.contiguous().view(d) for s, (d, _) in zip(split, parts, strict=True))
-    return x, rest
-
-
-def _weighted_sum(rows: Tensor, at: Tensor, weights: Tensor, routed: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum over j of weights[t, j] * rows[at[t, j]] in slot order, in float32, rounded once.
-
-    Product and sum are separate operations: a fused one may round differently in a vector's tail, whose place depends on M.
-    """
-    weights = torch.where(routed, weights, 0.0)
-    out = rows.new_zeros((at.shape[0], rows.shape[1]))
-    for j in range(at.shape[1]):
-        out += rows.index_select(0, at[:, j]).mul_(weights[:, j : j + 1])
-    return out.to(dtype)
+def _two_numbers(number: int) -> tuple[int, int]:
+    return number >> 16, number & 0xFFFF
 
 
 def local_expert_ids(num_experts: int, group: dist.ProcessGroup | None = None) -> list[int]:
