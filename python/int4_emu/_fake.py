@@ -1,18 +1,21 @@
-"""Registers what tracing and every device without a compiled kernel need: fake kernels, the reference as fallback, and autograd rules.
+"""Registers what tracing and every device without a compiled kernel need: fake kernels, the reference as fallback, and the rules for
+autograd and autocast.
 
 Op names, argument order and results are those of `schemas.inc`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _checks as checks
 from . import _checks_formats, _checks_moe, _library, reference
+from ._autocast import autocast_input, without_autocast
 
 # Kept for the life of the process: a Library that is collected takes its registrations along.
 _registrations: list[torch.library.Library] = []
@@ -243,13 +246,15 @@ def _reference_kernel(op: str) -> Callable[..., Any]:
         elif op.startswith("fused_moe"):
             _checks_moe.check_known_ids(args[4], args[1].shape[0], kwargs.get("expert_map"))
         if not op.endswith("_out"):
-            return run(*args, **kwargs)
+            with without_autocast(args[0].device):
+                return run(*args, **kwargs)
         outs = [
             kwargs.pop(name) for name in ("out", "out_qweight", "out_scales", "out_qzeros") if name in kwargs
         ]
         if op in ("dequantize_out", "fused_moe_out", "fused_moe_packed_out"):
             kwargs["dtype"] = outs[0].dtype
-        results = run(*args, **kwargs)
+        with without_autocast(args[0].device):
+            results = run(*args, **kwargs)
         for out, value in zip(outs, results if isinstance(results, tuple) else (results,), strict=False):
             if out is not None:
                 out.copy_(value)
@@ -264,11 +269,26 @@ def _reference_kernel(op: str) -> Callable[..., Any]:
 FLOAT_RESULT = ("dequantize", "repack", "grouped_gemm", "fused_moe", "fused_moe_packed")
 
 
-def _raise_no_backward(grad: Tensor, shape: list[int], op: int) -> Tensor:
-    raise NotImplementedError(
-        f"int4_emu::{FLOAT_RESULT[op]} is inference only and has no backward: call the model under "
+def _sentence(op: str) -> str:
+    return (
+        f"int4_emu::{op} is inference only and has no backward: call the model under "
         "torch.no_grad() or torch.inference_mode(), or detach its output"
     )
+
+
+def refuse_tangents(op: str, tensors: Iterable[Any]) -> None:
+    """Forward-mode derivatives (jvp, dual tensors), which would otherwise be dropped without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for t in tensors:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"int4_emu::{op} is inference only and has no forward-mode derivative: detach its inputs"
+            )
+
+
+def _raise_no_backward(grad: Tensor, shape: list[int], op: int) -> Tensor:
+    raise NotImplementedError(_sentence(FLOAT_RESULT[op]))
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -299,9 +319,14 @@ def _autograd_kernel(op: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         slots: list[Any] = [*args, *kwargs.values()]
         where = [i for i, v in enumerate(slots) if isinstance(v, Tensor)]
+        refuse_tangents(op, slots)
         if not (torch.is_grad_enabled() and any(slots[i].requires_grad for i in where)):
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args, **kwargs)
+        if (
+            torch._C._are_functorch_transforms_active()
+        ):  # grad, vjp, jacrev: no place for a node that refuses later
+            raise NotImplementedError(_sentence(op))
 
         def run(tensors: tuple[Tensor, ...]) -> Any:
             for i, t in zip(where, tensors, strict=True):
@@ -309,6 +334,24 @@ def _autograd_kernel(op: str) -> Callable[..., Any]:
             return overload(*slots[: len(args)], **dict(zip(kwargs, slots[len(args) :], strict=True)))
 
         return _InferenceOnly.apply(number, run, *(slots[i] for i in where))
+
+    return kernel
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------------------
+
+LAYERS = ("grouped_gemm", "fused_moe", "fused_moe_packed")
+AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
+
+
+def _autocast_kernel(op: str, key: str) -> Callable[..., Any]:
+    overload = getattr(torch.ops.int4_emu, op).default
+    itself = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def kernel(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x, dtype = autocast_input(x, weight)
+        with torch._C._ExcludeDispatchKeyGuard(itself):
+            return overload(x, weight, *args, **kwargs).to(dtype)
 
     return kernel
 
@@ -337,3 +380,6 @@ def register() -> None:
         library.impl(
             op, _autograd_kernel(op) if op in FLOAT_RESULT else torch.library.fallthrough_kernel, "Autograd"
         )
+    for op in LAYERS:
+        for key in AUTOCAST_KEYS:
+            library.impl(op, _autocast_kernel(op, key), key)

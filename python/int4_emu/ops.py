@@ -47,6 +47,7 @@ def _call(op: Any, check: Callable[..., Any], args: tuple[Any, ...], options: di
     """Runs the op; a failure is checked again in Python, whose rules tell a wrong dtype or device (TypeError) from a wrong value."""
     if torch.compiler.is_compiling():
         return op(*args, **options)
+    _fake.refuse_tangents(op.__name__, (*args, *options.values()))
     try:
         return op(*args, **options)
     except (ValueError, RuntimeError, AttributeError) as error:
@@ -61,9 +62,21 @@ def _call(op: Any, check: Callable[..., Any], args: tuple[Any, ...], options: di
             raise torch.OutOfMemoryError(str(error)) from None
         if not isinstance(error, NotImplementedError):
             check(*args, **options)
+        _refuse_distributed(op, args, options)
         if "INT4_EMU_CPU_ISA" in str(error):
             raise BackendError(str(error)) from None
         raise
+
+
+def _refuse_distributed(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """DTensor knows no sharding of these ops, and says so of the op alone."""
+    named = dict(zip((a.name for a in op.default._schema.arguments), args, strict=False)) | options
+    for name, value in named.items():
+        if type(value).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{name} must be a plain tensor, got a DTensor: give its to_local(), or load each rank's slice with "
+                "Checkpoint.load_experts(tp_rank=, tp_size=) and sum the ranks' outputs"
+            ) from None
 
 
 def unpack(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks_moe, reference
+from .._autocast import autocast_input, without_autocast
 from ..quant_config import MoEConfig
 from .base import Backend, MoEWeights, WeightsMode, op_arguments
 
@@ -35,7 +36,8 @@ class ReferenceBackend(Backend):
         topk_ids: Tensor,
         options: dict[str, Any],
     ) -> Tensor:
-        return _run(weights, hidden_states, topk_weights, topk_ids, options, hidden_states.dtype)
+        hidden_states, dtype = autocast_input(hidden_states, weights.w13)
+        return _run(weights, hidden_states, topk_weights, topk_ids, options, hidden_states.dtype).to(dtype)
 
     def run_float32(
         self,
@@ -60,4 +62,5 @@ def _run(
     _checks_moe.check_fused_moe(**arguments)
     _checks_moe.check_known_ids(topk_ids, weights.w13.shape[0], options.get("expert_map"))
     run = reference.fused_moe if weights.w13_scales is None else reference.fused_moe_packed
-    return run(**arguments, dtype=dtype)
+    with without_autocast(hidden_states.device):
+        return run(**arguments, dtype=dtype)
