@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -201,6 +202,25 @@ def run_graph(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
+def run_syncs(rank: int, world: int) -> dict[str, list[str]]:
+    """Mode to what torch says of each wait for the device during one call."""
+    layer = case_layer("packed")
+    experts = local_experts(layer, True, make_expert_map(10, world, rank)).to(DEVICE)
+    given = on_device(layer.x, layer.topk_weights, layer.topk_ids)
+    waits = {}
+    for mode, options in MODES.items():
+        parallel = ExpertParallel(experts, **options)
+        parallel(*given)  # makes the communicator
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            parallel(*given)
+            torch.cuda.set_sync_debug_mode("default")
+        waits[mode] = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+    return waits
+
+
 def run_checkpoint(rank: int, world: int) -> tuple[Tensor, dict[str, int]]:
     """Loads this rank's experts from the folder in $CHECKPOINT and runs the layer on every world-th token; and the bytes read by name."""
     read: dict[str, int] = {}
@@ -299,6 +319,7 @@ def main() -> None:
     jobs: dict[str, Callable[[int, int], Any]] = {
         "cases": run_cases,
         "graph": run_graph,
+        "syncs": run_syncs,
         "checkpoint": run_checkpoint,
         "refusals": run_refusals,
         "death": run_death,

@@ -342,3 +342,33 @@ def test_progress_bar_counts_layers_speed_and_memory(
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert "GB/s, peak" in shown
+
+
+def test_the_source_tells_checkpoints_apart(tmp_path: Path) -> None:
+    """The same folder elsewhere and in shards, another layer, configuration, header, router; the experts' own values are not read."""
+    tensors, _ = random_gptq_layers(3)
+    router = "model.layers.0.mlp.gate.weight"
+    tensors = tensors | {router: torch.linspace(-1, 1, 4 * 64).view(4, 64)}
+    tensors |= {name.replace(".layers.0.", ".layers.1."): t.clone() for name, t in tensors.items()}
+    config = gptq_config(group_size=16, sym=False)
+
+    def source(
+        name: str, layer: int = 0, change: dict[str, torch.Tensor] | None = None, **top: Any
+    ) -> str | None:
+        path = write_checkpoint(tmp_path / name, tensors | (change or {}), config, num_experts=4, **top)
+        if name == "shards":
+            split_in_shards(path, tensors, 2)
+        return Checkpoint(path).load_experts(layer, weights="packed", expert_ids=[layer]).source
+
+    first = source("first")
+    assert first is not None and re.fullmatch("layer 0 of checkpoint [0-9a-f]{12}", first)
+    assert source("again") == source("shards") == first
+    scales = next(n for n in tensors if ".layers.0." in n and ".experts.3." in n and n.endswith("scales"))
+    assert source("experts", change={scales: tensors[scales] * 2}) == first
+    others = [
+        source("layer", layer=1),
+        source("config", rope_theta=5.0),
+        source("header", change={"model.norm.weight": torch.ones(64)}),
+        source("router", change={router: tensors[router] + 1}),
+    ]
+    assert len({first, *others}) == 5

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from filelock import FileLock
 
 import oracle
@@ -19,8 +20,9 @@ from checkpoints import require_checkpoint
 from distributed_worker import CAPACITY, CASES, MODES, case_layer, even, local_experts
 from int4_emu import Checkpoint, make_expert_map
 from int4_emu.integrations import _wire
+from int4_emu.integrations.distributed import ExpertParallel
 from layers import to_numpy
-from on_gpu import needs_gpu
+from on_gpu import captured, needs_gpu
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
@@ -167,6 +169,34 @@ def test_slots_are_summed_in_slot_order(k: int, device: str) -> None:
         for j in range(1, k):
             want = want + rows[at[:, j]]
         assert torch.equal(_wire.slot_sums(rows, at), want), hidden
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["all_to_all", "padded", "all_gather"])
+def test_one_rank_never_waits_for_its_gpu(mode: str) -> None:
+    """Every mode without a wait, and in a CUDA graph, replayed over other ids."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = case_layer("packed")
+        options: dict[str, Any] = MODES[mode]
+        experts = local_experts(layer, True, make_expert_map(10, 1, 0)).to("cuda")
+        parallel = ExpertParallel(experts, **options)
+    finally:
+        dist.destroy_process_group()
+    x, weights, ids = layer.x.cuda(), layer.topk_weights.cuda(), layer.topk_ids.cuda()
+    with torch.no_grad():
+        graph, y = captured(lambda: parallel(x, weights, ids))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for change in (0, 3, -4):  # other experts; then many slots unrouted
+                ids.add_(change)
+                graph.replay()
+                again = parallel(x, weights, ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(y, again) and bool(y.isfinite().all())
 
 
 # Operators that do work, collectives among them, of one call: on one rank and on several. On a GPU each is a launch or several.

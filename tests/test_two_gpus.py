@@ -143,3 +143,10 @@ def test_padded_mode_in_a_cuda_graph(tmp_path: Path) -> None:
         for replayed, eager in rank:
             assert torch.equal(replayed, eager)
         assert not torch.equal(rank[0][0], rank[1][0])
+
+
+def test_the_sizes_are_the_only_wait(tmp_path: Path) -> None:
+    for waits in run_ranks("syncs", 2, tmp_path / "ranks", DEVICE="cuda"):
+        assert {mode: len(said) for mode, said in waits.items()} == {
+            "all_to_all": 1, "padded": 0, "all_gather": 1, "auto": 1,
+        }, waits  # fmt: skip
