@@ -173,10 +173,11 @@ def host_experts(model: nn.Module, name: str, module: nn.Module) -> HostedExpert
 
 
 def is_host_experts(module: nn.Module) -> bool:
-    """Whether `module` is one of transformers' fused experts: stacks of matrices, one per expert."""
+    """Whether `module` is one of transformers' fused routed experts: stacks of matrices, one per expert."""
     fused = {"gate_up_proj", "up_proj", "gate_proj"} & set(module._parameters)
     down = module._parameters.get("down_proj")
-    return bool(fused) and down is not None and down.dim() == 3
+    # Shared experts may be stacks too.
+    return bool(fused) and down is not None and down.dim() == 3 and hasattr(module, "num_experts")
 
 
 def _renamings(module: HostedExperts) -> dict[str, str]:

@@ -17,6 +17,7 @@ from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..model_config import quantization_config
 from ..projection_reader import ContradictingZeros
+from ._families import ALIASES, check_model_type
 from ._plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,10 @@ def from_pretrained(
         contradicting_zeros=contradicting_zeros,
         leave_stacked=True,
     )
+    check_model_type(checkpoint.config)
+    known_type = ALIASES.get(checkpoint.model.model_type)
+    if known_type is not None and hf_kwargs.get("config") is None:
+        hf_kwargs["config"] = _config_of_type(transformers, known_type, checkpoint.config, hf_kwargs)
     config, kwargs = _read_config(transformers, path, hf_kwargs)
     model_class = _model_class(transformers, config)
     plan = Plan(checkpoint, weights=weights, dtype=dtype)
@@ -220,6 +225,18 @@ def _read_config(
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return config, kwargs
+
+
+def _config_of_type(
+    transformers: Any, model_type: str, contents: dict[str, Any], hf_kwargs: dict[str, Any]
+) -> Any:
+    """A configuration read as another model type's; takes attributes of it out of `hf_kwargs`."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    plain = {name: value for name, value in contents.items() if name not in ("model_type", "auto_map")}
+    config = kind.from_dict(plain)
+    for name in [name for name in hf_kwargs if hasattr(config, name)]:
+        setattr(config, name, hf_kwargs.pop(name))
+    return config
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
