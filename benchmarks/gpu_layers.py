@@ -126,27 +126,38 @@ def measure_dequantize(limits: Limits, rounds: int, *, quick: bool) -> list[dict
     """Every format, to bf16, into place; bytes read and written over the copy's bytes per second."""
     n, k, experts = (512, 1024, 8) if quick else (2048, 2048, 128)
     rng, rows = torch.Generator().manual_seed(0), []
-    for fmt, bits in formats():
-        for group in (32, 128):
-            size = group_size_of(fmt, group)
-            if size == -1 and group == 128:
-                continue
-            one = stored(fmt, bits, 1, n, k, size, rng)[:3]
-            q, s, z = (t.cuda().repeat(experts, *[1] * (t.dim() - 1)) for t in one)
-            options: dict[str, Any] = {"group_size": size, "format": fmt, "bits": bits}
-            out = ops.dequantize(q, s, z, dtype=torch.bfloat16, **options)
-            run = lambda q=q, s=s, z=z, o=out, g=options: ops.dequantize(q, s, z, out=o, **g)  # noqa: E731
-            spent = median(interleaved({"dequantize": run}, rounds)["dequantize"])
-            moved = sum(t.numel() * t.element_size() for t in (q, s, z, out))
-            rows.append(
-                {
-                    "format": fmt.name,
-                    "bits": bits,
-                    "group_size": size,
-                    "us": spent * 1e6,
-                    "of_copy": moved / spent / limits.copy,
-                }
+    # Act-order: every column's group drawn by lot, in formats that have it.
+    cases = [(fmt, bits, group, False) for fmt, bits in formats() for group in (32, 128)]
+    ordered = [(fmt, bits) for fmt, bits in formats() if fmt.name in ("compressed_tensors", "gptq_v2")]
+    cases += [(fmt, bits, group, True) for fmt, bits in ordered for group in (32, 128)]
+    for fmt, bits, group, act_order in cases:
+        size = group_size_of(fmt, group)
+        if size == -1 and group == 128:
+            continue
+        one = stored(fmt, bits, 1, n, k, size, rng)[:3]
+        q, s, z = (t.cuda().repeat(experts, *[1] * (t.dim() - 1)) for t in one)
+        options: dict[str, Any] = {"group_size": size, "format": fmt, "bits": bits}
+        if act_order:
+            options["g_idx"] = (
+                torch.randperm(k, generator=rng)
+                .div(size, rounding_mode="floor")
+                .int()
+                .repeat(experts, 1)
+                .cuda()
             )
+        out = ops.dequantize(q, s, z, dtype=torch.bfloat16, **options)
+        run = lambda q=q, s=s, z=z, o=out, g=options: ops.dequantize(q, s, z, out=o, **g)  # noqa: E731
+        spent = median(interleaved({"dequantize": run}, rounds)["dequantize"])
+        moved = sum(t.numel() * t.element_size() for t in (q, s, z, out))
+        rows.append(
+            {
+                "format": fmt.name + (", act-order" if act_order else ""),
+                "bits": bits,
+                "group_size": size,
+                "us": spent * 1e6,
+                "of_copy": moved / spent / limits.copy,
+            }
+        )
     return rows
 
 

@@ -155,6 +155,15 @@ __device__ inline T* dynamic_shared() {
 #endif
 }
 
+// 16 bytes to an aligned place, in one store: nvcc splits that of a struct into words, which L2 then has to put together.
+__device__ inline void store_16_bytes(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d));
+#else
+  *static_cast<uint4*>(to) = {a, b, c, d};
+#endif
+}
+
 // Two floats to 16-bit floats, nearest even, low first. The vendor instruction where there is one, else false.
 __device__ inline bool hardware_pack_bf16(float low, float high, uint32_t* out) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

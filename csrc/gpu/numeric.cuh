@@ -86,16 +86,12 @@ __device__ inline uint32_t pack_pair(float low, float high) {
 
 // Eight floats to eight elements, in 16-byte stores; `to` must be 16-byte aligned.
 __device__ inline void store_eight(float* to, const float* f) {
-  Vec4* v = reinterpret_cast<Vec4*>(to);
-  v[0] = {{as_bits(f[0]), as_bits(f[1]), as_bits(f[2]), as_bits(f[3])}};
-  v[1] = {{as_bits(f[4]), as_bits(f[5]), as_bits(f[6]), as_bits(f[7])}};
+  store_16_bytes(to, as_bits(f[0]), as_bits(f[1]), as_bits(f[2]), as_bits(f[3]));
+  store_16_bytes(to + 4, as_bits(f[4]), as_bits(f[5]), as_bits(f[6]), as_bits(f[7]));
 }
 template <class T>
 __device__ inline void store_eight(T* to, const float* f) {
-  Vec4 v;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) v.w[j] = pack_pair<T>(f[2 * j], f[2 * j + 1]);
-  *reinterpret_cast<Vec4*>(to) = v;
+  store_16_bytes(to, pack_pair<T>(f[0], f[1]), pack_pair<T>(f[2], f[3]), pack_pair<T>(f[4], f[5]), pack_pair<T>(f[6], f[7]));
 }
 
 // The same at p[i..i + 8) of a type known at run time.

@@ -40,7 +40,7 @@ MOST_VALU = {"whole": 1.0, "pieces": 1.2}
 FORMS = ["whole", "pieces"]  # in the order of the kernels' enumeration
 WIDE_LOAD = re.compile(r"(global|buffer)_load_(dwordx4|b128)$")
 WIDE_STORE = re.compile(r"(global|buffer)_store_(dwordx4|b128)$")
-STORES_WIDE = "dequantize_int4_kernel"
+STORES_WIDE = ("dequantize_squares_kernel", "act_order_kernel")
 
 
 @dataclass(frozen=True)

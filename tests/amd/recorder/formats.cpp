@@ -31,14 +31,25 @@ void dequantisation(const char* arch) {
                      wide = matrix(Format::awq, 4, 2, 40, 1056, 32), bytes = matrix(Format::canonical, 8, 1, 7, 33, 33);
   run("unpack", arch, [&] { return gpu::unpack(rows, reinterpret_cast<uint8_t*>(memory(9)), kStream); },
       {{"dequantize_kernel", dequantize_blocks(rows, false), 256, 0}});
-  // Whole units of int4: 8 strips of 8 rows by 32 units of 8 columns a block, whatever the format.
-  const std::pair<const PackedMatrix*, const char*> whole[] = {{&rows, "0"}, {&tall, "1"}, {&wide, "2"}};
+  // Whole units: 8 strips of 8 rows by 32 units of 8 columns a block, 16 by 16 of Quark's bytes.
+  const PackedMatrix rows8 = matrix(Format::canonical, 8, 3, 40, 4096 + 64, 32), tall8 = matrix(Format::gptq_v2, 8, 2, 40, 1056, 32),
+                     wide8 = matrix(Format::quark_int_order, 8, 2, 200, 1056, 32);
+  const std::pair<const PackedMatrix*, const char*> whole[] = {{&rows, "0, 4"},  {&tall, "1, 4"},  {&wide, "2, 4"},
+                                                               {&rows8, "0, 8"}, {&tall8, "1, 8"}, {&wide8, "2, 8"}};
   const std::pair<DType, const char*> types[] = {{DType::f32, "float"}, {DType::bf16, "Bf16"}, {DType::f16, "Fp16"}};
   for (const auto& [m, words] : whole) {
+    const int64_t tile = m == &wide8 ? 128 : 64, blocks = m->batch * up(m->out_features, tile) * up(m->in_features, 64 * 256 / tile);
     for (const auto& [dtype, type] : types) {
-      const std::string kernel = std::string("dequantize_int4_kernel<(CodeReader::Words)") + words + ", " + type + ">";
-      run("dequantize int4", arch, [&, m = m, dtype = dtype] { return gpu::dequantize(*m, dtype, memory(9), kStream); },
-          {{kernel, m->batch * up(m->out_features, 64) * up(m->in_features, 256), 256, 0}});
+      const std::string template_arguments = std::string("<(CodeReader::Words)") + words + ", " + type + ">";
+      run("dequantize", arch, [&, m = m, dtype = dtype] { return gpu::dequantize(*m, dtype, memory(9), kStream); },
+          {{"dequantize_squares_kernel" + template_arguments, blocks, 256, 0}});
+      if (words[0] == '2') continue;
+      // With a group of its own for each column: a table of 66 words for 64 rows, one group of zeros more.
+      PackedMatrix ordered = *m;
+      ordered.g_idx = reinterpret_cast<const int32_t*>(memory(3));
+      const size_t table = static_cast<size_t>((m->groups + 1) * 66 * 4);
+      run("dequantize act-order", arch, [&, dtype = dtype] { return gpu::dequantize(ordered, dtype, memory(9), kStream); },
+          {{"act_order_kernel" + template_arguments, blocks, 256, table}});
     }
   }
   const auto dequantize = [&](const char* name, const PackedMatrix& m, bool transposed) {
@@ -48,7 +59,8 @@ void dequantisation(const char* arch) {
   dequantize("dequantize int8", bytes, false);
   PackedMatrix ordered = tall;
   ordered.g_idx = reinterpret_cast<const int32_t*>(memory(3));
-  dequantize("dequantize act-order", ordered, true);
+  ordered.scale_dtype = DType::f32;
+  dequantize("dequantize act-order with fp32 scales", ordered, true);
   PackedMatrix nothing = rows;
   nothing.batch = 0;
   run("dequantize of no matrix", arch, [&] { return gpu::dequantize(nothing, DType::f32, memory(9), kStream); }, {});
