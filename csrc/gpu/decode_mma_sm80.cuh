@@ -46,6 +46,12 @@ struct Decode {
     return (column < last ? column : last) * static_cast<uint32_t>(a.column_step) + (r / 8 % 2 ? static_cast<uint32_t>(a.part_step) : 0u);
   }
 
+  // Weight rows between a tile and the next; whether a tile's rows are all inside the matrix.
+  __device__ static uint32_t tile_rows(const GemmArgs& a) { return a.gated ? kRows / 2 * static_cast<uint32_t>(a.column_step) : kRows; }
+  __device__ static bool whole(const GemmArgs& a, uint32_t column_tile) {
+    return (column_tile + 1) * (a.gated ? kRows / 2 : kRows) <= static_cast<uint32_t>(a.columns);
+  }
+
   // Copies chunks to shared memory.
   struct Loader {
     const char* data;             // the expert's codes or elements
@@ -71,6 +77,17 @@ struct Decode {
         if constexpr (kScale != ScaleMode::per_chunk) row_groups[h] = row * groups;
       }
       if constexpr (kScale == ScaleMode::per_chunk) row_groups[0] = row_of(a, column_tile, lane() % kRows) * groups;
+    }
+
+    // From one tile to the next of the same row block, all of whose rows there are.
+    __device__ void next_tile(const GemmArgs& a) {
+      const uint32_t rows = tile_rows(a);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) row_bytes[h] += rows * static_cast<uint32_t>(a.w.n_stride * (kPacked ? 1 : 2));
+      if constexpr (kPacked) {
+#pragma unroll
+        for (int h = 0; h < (kScale == ScaleMode::per_chunk ? 1 : kHalves); ++h) row_groups[h] += rows * static_cast<uint32_t>(a.w.groups);
+      }
     }
 
     __device__ void copy_words(const GemmArgs& a, char* stage, int at, uint32_t group) const {
@@ -106,6 +123,12 @@ struct Decode {
 
   __device__ explicit Decode(const GemmArgs& args) : a(args) {}
 
+  __device__ void next_tile() {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      if constexpr (kPacked) word_offset[h] = (word_offset[h] + tile_rows(a) * static_cast<uint32_t>(a.w.groups)) & 3u;
+    }
+  }
   __device__ void begin_tile(int64_t expert, uint32_t column_tile) {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -114,6 +137,8 @@ struct Decode {
         word_offset[h] = row * static_cast<uint32_t>(a.w.groups) & 3u;
       }
     }
+  }
+  __device__ void clear() {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -189,15 +214,24 @@ struct Decode {
     }
   }
 
-  __device__ void multiply(int chunk, const char* stage) {
-    const int k = chunk * kChunk + quad() * kLane;
-    const bool inside = k < static_cast<int>(a.w.k);
-    Vec4 from_x[kLane / 8], codes[kHalves];
+  // x of a chunk: asked for early, as it may have left the L1.
+  struct ChunkOfX {
+    Vec4 v[kLane / 8];
+  };
+  __device__ bool inside(int chunk) const { return chunk * kChunk + quad() * kLane < static_cast<int>(a.w.k); }
+  __device__ ChunkOfX load_x(int chunk) const {
+    ChunkOfX out;
+    const bool there = x != nullptr && inside(chunk);
 #pragma unroll
     for (int q = 0; q < kLane / 8; ++q) {
-      from_x[q] = {{0, 0, 0, 0}};
-      if (x != nullptr && inside) from_x[q] = reinterpret_cast<const Vec4*>(x + chunk * kChunk)[q];
+      out.v[q] = {{0, 0, 0, 0}};
+      if (there) out.v[q] = reinterpret_cast<const Vec4*>(x + chunk * kChunk)[q];
     }
+    return out;
+  }
+
+  __device__ void multiply(int chunk, const ChunkOfX& from_x, const char* stage) {
+    Vec4 codes[kHalves];
     using Scale = sm80::Scale<T, kScale == ScaleMode::per_lane>;
     float scales[kHalves] = {};
     uint32_t minus[kHalves] = {};
@@ -205,7 +239,7 @@ struct Decode {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) codes[h] = *reinterpret_cast<const Vec4*>(stage + h * 512 + lane() * 16);
     if constexpr (kPacked) {
-      const int first_k = kScale == ScaleMode::per_chunk ? chunk * kChunk : (inside ? k : 0);
+      const int first_k = kScale == ScaleMode::per_chunk ? chunk * kChunk : (inside(chunk) ? chunk * kChunk + quad() * kLane : 0);
       read_groups(stage, static_cast<uint32_t>(first_k) >> a.group_shift, scales, minus);
       if constexpr (kScale != ScaleMode::per_chunk) {
 #pragma unroll
@@ -216,7 +250,7 @@ struct Decode {
 #pragma unroll
     for (int q = 0; q < kLane / 8; ++q) {
       uint32_t b[4];
-      pair_up(from_x[q], b);
+      pair_up(from_x.v[q], b);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         uint32_t top[4], bottom[4];
@@ -239,11 +273,12 @@ struct Decode {
 
 // A tile's row block and place among the tiles of weight rows.
 struct DecodePlace {
-  uint32_t block, column_tile;
+  uint32_t block, column_tile, tile = 0;  // tile: of those of the thread block
 
   __device__ DecodePlace(int64_t tile, uint32_t column_tiles)
       : block(static_cast<uint32_t>(tile / column_tiles)), column_tile(static_cast<uint32_t>(tile % column_tiles)) {}
   __device__ void step(uint32_t column_tiles) {
+    ++tile;
     if (++column_tile == column_tiles) column_tile = 0, ++block;
   }
 };
@@ -270,7 +305,13 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks) decode_kernel(G
   int load_tiles = warp < chunks ? static_cast<int>(last - first) : 0, load_chunk = start, load_stage = 0;
   const auto load = [&] {
     if (load_tiles > 0) {
-      if (load_chunk == start) loader.begin_tile(a, blocks.experts[from.block], from.column_tile);
+      if (load_chunk == start) {
+        if (from.tile > 0 && from.column_tile > 0 && D::whole(a, from.column_tile)) {
+          loader.next_tile(a);
+        } else {
+          loader.begin_tile(a, blocks.experts[from.block], from.column_tile);
+        }
+      }
       loader.copy(a, load_chunk, ring + load_stage * D::kStageBytes);
       load_chunk = after(load_chunk);
       if (load_chunk >= chunks) {
@@ -287,22 +328,31 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks) decode_kernel(G
   let_next_start();
 
   D d(a);
+  int64_t expert = 0;
   int stage = 0;
   for (int tiles_left = static_cast<int>(last - first); tiles_left > 0; --tiles_left, at.step(column_tiles)) {
-    const int64_t block = at.block, expert = blocks.experts[block];
     const uint32_t column_tile = at.column_tile;
     const auto row_at = [&](int token) {
-      const int32_t row = blocks.rows[block * kDecodeTokens + token];
+      const int32_t row = blocks.rows[static_cast<int64_t>(at.block) * kDecodeTokens + token];
       return row < a.blocks.row_count ? row : -1;
     };
-    d.begin_tile(expert, column_tile);
-    const int32_t row = row_at(D::group());
-    d.x = row < 0 ? nullptr : static_cast<const T*>(a.x) + static_cast<int64_t>(row / a.row_divisor) * a.x_stride + D::quad() * D::kLane;
+    if (at.tile == 0 || column_tile == 0) {
+      expert = blocks.experts[at.block];
+      const int32_t row = row_at(D::group());
+      d.x = row < 0 ? nullptr : static_cast<const T*>(a.x) + static_cast<int64_t>(row / a.row_divisor) * a.x_stride + D::quad() * D::kLane;
+    }
+    if (at.tile > 0 && column_tile > 0 && D::whole(a, column_tile)) {
+      d.next_tile();
+    } else {
+      d.begin_tile(expert, column_tile);
+    }
+    d.clear();
     for (int chunk = start; chunk < chunks; chunk = after(chunk)) {
+      const typename D::ChunkOfX x = d.load_x(chunk);
       sm80::wait_async<kStages - 2>();
       __syncwarp();  // the copies of this stage are there, and nobody reads the one that is filled next
       load();
-      d.multiply(chunk, ring + stage * D::kStageBytes);
+      d.multiply(chunk, x, ring + stage * D::kStageBytes);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     // c[0..1]: weight row g, tokens 2q and 2q + 1; c[2..3]: weight row g + 8. Two buffers: a tile later there was a barrier.
