@@ -200,7 +200,7 @@ def test_one_rank_never_waits_for_its_gpu(mode: str) -> None:
 
 
 # Operators that do work, collectives among them, of one call: on one rank and on several. On a GPU each is a launch or several.
-LAUNCHES = {"all_to_all": (5, 27), "padded": (5, 13), "all_gather": (2, 10), "auto": (5, 27)}
+LAUNCHES = {"all_to_all": (5, 27), "padded": (5, 13), "all_gather": (2, 9), "auto": (5, 27)}
 
 
 @pytest.mark.parametrize("world", WORLDS)

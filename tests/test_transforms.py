@@ -68,6 +68,28 @@ def test_autocast_of_a_linear(device: str, rng: np.random.Generator) -> None:
     assert torch.equal(got, linear(x.bfloat16())) and got.dtype == torch.bfloat16
 
 
+@BOTH
+def test_autocast_in_a_compiled_graph(packed: bool, rng: np.random.Generator) -> None:
+    """The casts are part of the graph, whether the region is around it or in it."""
+    layer = make_layer(rng, dtype=torch.float32)
+    experts = experts_of(layer, packed, torch.float32)
+    args = (layer.x, layer.topk_weights, layer.topk_ids)
+
+    def inside(*args: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return experts(*args)
+
+    torch._dynamo.reset()
+    around = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    within = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        want = inside(*args)
+        assert torch.equal(within(*args), want) and want.dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(around(*args), want)
+        assert around(*args).dtype == torch.float32  # compiled anew
+
+
 def test_autocast_leaves_float64_to_the_checks(rng: np.random.Generator) -> None:
     layer = make_layer(rng)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="hidden_states must be"):

@@ -167,15 +167,17 @@ class ExpertParallel(nn.Module):
         to_rank = self.owner[ids] == self.every  # [R, M, k]
         needed = to_rank.any(2)  # [R, M]
         everyone = self._exchange(torch.cat([needed.sum(1), to_rank.sum((1, 2)), size]))
-        # Work for the device while the sizes are on their way.
+        # Work for the host and the device while the sizes are on their way.
         packed = pack(x, ids, weights)
+        # Where each slot's answer will lie: by rank, then by slot, from 1 on; 0 serves unrouted slots.
+        at = to_rank.flatten().cumsum(0).view(to_rank.shape).mul_(to_rank).sum(0)
         sizes = self._sizes(everyone)
         if self.mode == "auto" and gathering_is_cheaper(sizes, packed.shape[1] * 4, x.shape[1]):
             return self._all_gather(packed, tokens, k, sizes)
-        return self._all_to_all(packed, to_rank, needed, sizes)
+        return self._all_to_all(packed, at, needed, sizes)
 
-    def _all_to_all(self, packed: Tensor, to_rank: Tensor, needed: Tensor, sizes: Sizes) -> Tensor:
-        me, k = self.rank, to_rank.shape[2]
+    def _all_to_all(self, packed: Tensor, at: Tensor, needed: Tensor, sizes: Sizes) -> Tensor:
+        me, k = self.rank, at.shape[1]
         rows_out, slots_out = sizes.rows[me], sizes.slots[me]
         rows_in, slots_in = [r[me] for r in sizes.rows], [s[me] for s in sizes.slots]
         # Rows: by rank, then by token.
@@ -190,11 +192,9 @@ class ExpertParallel(nn.Module):
         y = self.experts.partial_sums(
             x.index_select(0, row), weights[row, j].unsqueeze(1), ids[row, j].unsqueeze(1)
         )
-        # Row 0 serves unrouted slots, the others come by rank, then by slot.
         back = y.new_empty((sum(slots_out) + 1, y.shape[1]))
         back[0].zero_()
         self._swap("combine", back[1:], y, slots_out, slots_in)
-        at = to_rank.flatten().cumsum(0).view(to_rank.shape).mul_(to_rank).sum(0)
         return slot_sums(back, at)
 
     def _padded(self, packed: Tensor, ids: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class ExpertParallel(nn.Module):
         room = max(sizes.tokens)
         everyone = self._gather("dispatch", padded_to(packed, room))
         x, ids, weights = unpack(everyone, self.experts.dtype, self.experts.hidden_size, k)
-        partial = self.experts.partial_sums(x.contiguous(), weights, ids, expert_map=self.expert_map)
+        partial = self.experts.partial_sums(x, weights, ids, expert_map=self.expert_map)
         out = partial.new_empty((room, partial.shape[1]))
         if room > 0:
             self._collective("combine", dist.reduce_scatter_tensor, out, partial)
