@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.map' -o -name '*.cu' -o -name '*.cuh' -o -name atoms.txt) setup.py build_tools.py pyproject.toml python/int4_emu/schemas.inc
 
-.PHONY: run test bench lint dev clean amd-check cuda-check image-check sanitize
+.PHONY: run test bench lint dev clean amd-check cuda-check host-check image-check sanitize
 
 run: $(STAMP)  ## let the embedded model speak
 	$(PY) -m int4_emu run
@@ -33,6 +33,9 @@ amd-check:  ## the AMD build without an AMD GPU: needs Debian 12 and root, no .v
 cuda-check: $(STAMP)  ## the CUDA build without a GPU: needs nvcc
 	! command -v nvcc >/dev/null || $(PY) -m pip install -q nvidia-cuda-cuobjdump || true
 	$(PY) tests/cuda_check.py
+
+host-check: $(STAMP)  ## the vLLM plug-in in vLLM 0.32 itself, on the CPU: builds its environment in .hosts, 3 GB (docs/serving.md)
+	$(PY) tests/host_check.py $(HOST_CHECK)
 
 sanitize:  ## the torch-free check programs under ASan, UBSan and, with an NVIDIA GPU, compute-sanitizer's four tools
 	tests/sanitize.sh

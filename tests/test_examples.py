@@ -18,6 +18,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each must print; a new example has a line here.
 SAYS = {
     "compile_export.py": r"packed: [\d.]+ MiB, the bits of eager mode",
+    "vllm_serve.py": r"CAMILLO\.\n[\s\S]*vLLM 0\.32\S*: 64 tokens",
     "expert_parallel.py": r"rank 0 of 2 on \S+: experts .* as in one process",
 }
 # Run by tests/test_export.py, which goes on with its output: it takes long.

@@ -20,7 +20,8 @@ from int4_emu.formats import parse_quantization_config
 from int4_emu.integrations import vllm as plugin
 from int4_emu.integrations.vllm._captured import declared_scheme, required_suffixes
 from int4_emu.integrations.vllm._experts_intake import activation_spec
-from int4_emu.integrations.vllm._names import expert_projections, map_names, part_names
+from int4_emu.integrations.vllm._names import expert_projections, map_names, part_names, renamings
+from int4_emu.integrations.vllm._settings import expert_weights, parse_weights
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
@@ -163,6 +164,47 @@ def test_unknown_activations_and_dropped_parameters_are_refused() -> None:
         activation_spec("swigluoai_uninterleave", 7.0, None, 1.0)
     with pytest.raises(ValueError, match=r"activation gelu takes no parameter, got limit=7\.0"):
         activation_spec("gelu", 7.0, None, None)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_weights_setting() -> None:
+    assert parse_weights({}) == parse_weights(None) == parse_weights({"other": {"weights": "x"}}) == "auto"
+    assert parse_weights({"int4_emu": {"weights": "packed"}}) == "packed"
+    with pytest.raises(ValueError, match="must be one of auto, packed, dequantized, got 'int4'"):
+        parse_weights({"int4_emu": {"weights": "int4"}})
+    with pytest.raises(
+        ValueError, match=r"must be an object with the key .weights., got \{'weight': 'packed'\}"
+    ):
+        parse_weights({"int4_emu": {"weight": "packed"}})
+
+
+def test_moe_backend_emulation_means_dequantized_weights() -> None:
+    assert [expert_weights(w, "auto") for w in ("auto", "packed", "dequantized")] == [
+        "auto",
+        "packed",
+        "dequantized",
+    ]
+    assert {expert_weights(w, "emulation") for w in ("auto", "dequantized")} == {"dequantized"}
+    with pytest.raises(ValueError, match=r"--moe-backend emulation contradicts .* = .packed."):
+        expert_weights("packed", "emulation")
+    with pytest.raises(ValueError, match="--moe-backend marlin is a kernel of vLLM's own"):
+        expert_weights("auto", "marlin")
+
+
+def test_blocks_that_some_tools_call_mlp() -> None:
+    ((pattern, new),) = renamings("mixtral").items()
+    assert pattern.sub(new or "", "model.layers.0.mlp.experts.1.w1.qweight") == (
+        "model.layers.0.block_sparse_moe.experts.1.w1.qweight"
+    )
+    assert pattern.sub(new or "", "model.layers.0.mlp.gate.weight") == (
+        "model.layers.0.block_sparse_moe.gate.weight"
+    )
+    assert (
+        pattern.sub(new or "", "model.layers.0.mlp.gate_proj.weight") == "model.layers.0.mlp.gate_proj.weight"
+    )
+    assert renamings("qwen3_moe") == {}
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------------------

@@ -21,49 +21,14 @@ from ._captured import declared_scheme
 from ._linear_method import Int4EmuLinearMethod
 from ._moe_method import Int4EmuMoEMethod
 from ._names import expert_projections, map_names, part_names, renamings
+from ._settings import expert_weights, parse_weights
 
 logger = init_logger("vllm.int4_emu")
 
-WEIGHTS = ("auto", "packed", "dequantized")
-
 
 def weights_setting() -> str:
-    """`{"int4_emu": {"weights": ...}}` of `--additional-config`: packed, dequantized, or auto where it is silent.
-
-    Raises:
-        ValueError: another value or another key.
-    """
-    options = (get_current_vllm_config().additional_config or {}).get("int4_emu", {})
-    if not isinstance(options, dict) or set(options) - {"weights"}:
-        raise ValueError(
-            f'additional_config["int4_emu"] must be an object with the key "weights", got {options!r}'
-        )
-    weights = options.get("weights", "auto")
-    if weights not in WEIGHTS:
-        raise ValueError(
-            f'additional_config["int4_emu"]["weights"] must be one of {", ".join(WEIGHTS)}, got {weights!r}'
-        )
-    return str(weights)
-
-
-def expert_weights(weights: str, moe_backend: str) -> str:
-    """What `--moe-backend` makes of the setting: `emulation` is the word for dequantized weights, in vLLM as here.
-
-    Raises:
-        ValueError: packed weights and emulation at once, or a kernel of vLLM's own.
-    """
-    if moe_backend == "auto":
-        return weights
-    if moe_backend != "emulation":
-        raise ValueError(
-            f"--moe-backend {moe_backend} is a kernel of vLLM's own: int4_emu serves experts with auto, or with emulation "
-            "(dequantized weights)"
-        )
-    if weights == "packed":
-        raise ValueError(
-            '--moe-backend emulation contradicts additional_config["int4_emu"]["weights"] = "packed"'
-        )
-    return "dequantized"
+    """The setting of the engine that is being built."""
+    return parse_weights(get_current_vllm_config().additional_config)
 
 
 class Int4EmuConfig(QuantizationConfig):
