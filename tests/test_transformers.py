@@ -21,6 +21,8 @@ from int4_emu import CheckpointError
 from int4_emu.data import BARD
 from int4_emu.integrations import transformers as integration
 from int4_emu.integrations._modules import HostedExperts
+from int4_writer import write_pair
+from tiny_models import tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -208,9 +210,14 @@ def test_arguments_reach_transformers() -> None:
         (
             {"dtype": torch.int8},
             TypeError,
-            "dtype must be torch.bfloat16, torch.float16 or torch.float32, got torch.int8",
+            'dtype must be torch.bfloat16, torch.float16, torch.float32, one of their names or "auto", got torch.int8',
         ),
-        ({"dtype": "auto"}, TypeError, "dtype must be torch.bfloat16"),
+        ({"dtype": "int8"}, TypeError, "dtype must be torch.bfloat16.*got 'int8'"),
+        (
+            {"dtype": torch.float16, "torch_dtype": torch.float32},
+            ValueError,
+            "give dtype or torch_dtype, not both",
+        ),
         ({"quantization_config": {}}, ValueError, "does not take quantization_config: the checkpoint's own"),
         ({"tp_plan": "auto"}, ValueError, "does not take tp_plan: use int4_emu.Checkpoint"),
         ({"device": "cpu", "device_map": "auto"}, ValueError, "give device or device_map, not both"),
@@ -219,6 +226,54 @@ def test_arguments_reach_transformers() -> None:
 def test_refused_arguments(options: dict[str, Any], kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=sentence):
         load(**options)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "want"),
+    [
+        ({"dtype": "float16"}, torch.float16),
+        ({"torch_dtype": torch.float16}, torch.float16),
+        ({"torch_dtype": "torch.float32"}, torch.float32),
+        ({"dtype": "auto"}, torch.bfloat16),  # bard's configuration says so
+        ({}, torch.bfloat16),
+    ],
+)
+def test_spellings_of_the_dtype(spelling: dict[str, Any], want: torch.dtype) -> None:
+    model = int4_emu.from_pretrained(BARD, weights="packed", progress=False, **spelling)
+    assert model.dtype is want
+    assert model.model.layers[0].mlp.experts.experts.dtype is want
+
+
+def test_a_packed_model_casts_what_is_in_floating_point(packed: Any) -> None:
+    model = copy.deepcopy(packed).to(torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts.experts
+    assert experts.w13_qweight.dtype is torch.uint8
+    assert experts.w13_scales.dtype is packed.model.layers[0].mlp.experts.experts.w13_scales.dtype
+    assert model.model.embed_tokens.weight.dtype is torch.bfloat16
+    cosine = torch.nn.functional.cosine_similarity(
+        logits(model).float().flatten(), logits(packed).flatten(), dim=0
+    )
+    assert cosine > 0.999
+
+
+def test_generates_with_a_static_cache_and_compiled(tmp_path: Path) -> None:
+    _, folder = write_pair(tiny_model("qwen3_moe"), tmp_path, "compressed_tensors", 16)
+    model, ids = load(folder, weights="packed"), IDS % 96
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **options)
+    assert want.shape[1] > ids.shape[1]
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), want)
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    # One step after another through the compiled whole, without a graph break.
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=keep, dynamic=False)
+    got = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(got, want)
+    assert 0 < len(graphs) <= 3  # the prompt, and the steps
 
 
 def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

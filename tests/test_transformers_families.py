@@ -93,6 +93,18 @@ def test_tool_rounded_weights_give_blocks_and_logits_in_fp32(family: Path) -> No
     assert relative_error(logits, reference["logits"]) < 1e-3
 
 
+def test_dequantised_saves_a_plain_checkpoint(family: Path, tmp_path: Path) -> None:
+    model = load(family, weights="dequantized", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    stock, info = type(model).from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ids = reference_tensors(family)["input_ids"]
+    with torch.inference_mode():
+        got, want = stock(input_ids=ids).logits, model(input_ids=ids).logits
+    assert relative_error(got, want) < 10 * ACCUMULATION
+
+
 def swap_gate_and_up(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     w13 = experts.w13
     if experts.w13_order == int4_emu.W13Order.interleaved:

@@ -6,7 +6,7 @@ import copy
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ _REFUSED = {
     "quantization_config": "the checkpoint's own configuration is read",
     "state_dict": "the weights come from the checkpoint folder",
     "gguf_file": "GGUF files are not read",
-    "torch_dtype": "say dtype=",
     "distributed_config": _SHARDED,
     "tp_plan": _SHARDED,
     "tp_size": _SHARDED,
@@ -84,7 +83,7 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *,
     weights: str = "auto",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
     device: torch.device | str | int | None = None,
     strict: bool = True,
     progress: bool = True,
@@ -104,7 +103,8 @@ def from_pretrained(
             quantisation loads too.
         weights: "packed" keeps the weights int4 (int8) in memory, "dequantized" expands them to `dtype`,
             "auto" packs what a compiled backend supports and expands the rest where that fits in memory.
-        dtype: dtype of activations, of unquantised weights and of dequantised ones.
+        dtype: dtype of activations, of unquantised weights and of dequantised ones; also by name, or "auto" for
+            the configuration's. transformers' older spelling `torch_dtype` says the same.
         device: device of the whole model; None is the CPU, or what `device_map` says.
         strict: tensors that the model has no use for raise; False only logs them. Missing ones always raise.
         progress: shows a bar.
@@ -125,8 +125,7 @@ def from_pretrained(
     transformers = _import_transformers()
     if weights not in ("auto", "packed", "dequantized"):
         raise ValueError(f'weights must be "auto", "packed" or "dequantized", got {weights!r}')
-    if not isinstance(dtype, torch.dtype) or dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype!r}")
+    dtype = _named_dtype(dtype, hf_kwargs.pop("torch_dtype", None))
     for name, why in _REFUSED.items():
         if hf_kwargs.pop(name, None) is not None:
             raise ValueError(f"int4_emu.from_pretrained does not take {name}: {why}")
@@ -150,6 +149,8 @@ def from_pretrained(
         leave_stacked=True,
     )
     check_model_type(checkpoint.config)
+    if not isinstance(dtype, torch.dtype):
+        dtype = _stored_dtype(checkpoint.model.config, checkpoint.config)
     known_type = ALIASES.get(checkpoint.model.model_type)
     if known_type is not None and hf_kwargs.get("config") is None:
         hf_kwargs["config"] = _config_of_type(transformers, known_type, checkpoint.config, hf_kwargs)
@@ -193,6 +194,38 @@ def register_experts() -> None:
     from ._experts_function import experts_forward
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)
+
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _named_dtype(dtype: Any, torch_dtype: Any) -> Any:
+    """One of the three dtypes or "auto", from both spellings of the argument.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: the spellings disagree.
+    """
+    if torch_dtype is not None:
+        if dtype not in (torch.bfloat16, torch_dtype):  # the first is the default
+            raise ValueError(f"give dtype or torch_dtype, not both; got {dtype!r} and {torch_dtype!r}")
+        dtype = torch_dtype
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(dtype.removeprefix("torch."), dtype)
+    if dtype != "auto" and dtype not in _DTYPES.values():
+        raise TypeError(
+            f'dtype must be torch.bfloat16, torch.float16, torch.float32, one of their names or "auto", got {dtype!r}'
+        )
+    return dtype
+
+
+def _stored_dtype(*configs: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a configuration names, bfloat16 where it names none of the three."""
+    for config in configs:
+        for key in ("dtype", "torch_dtype"):
+            if (found := _DTYPES.get(str(config.get(key)).removeprefix("torch."))) is not None:
+                return found
+    return torch.bfloat16
 
 
 def _read_config(
