@@ -288,13 +288,16 @@ def run_refusals(rank: int, world: int) -> dict[str, str]:
 
 
 def run_death(rank: int, world: int) -> str:
-    """The last rank dies, or sleeps, in place of its call."""
-    layer = case_layer("packed")
-    parallel = ExpertParallel(local_experts(layer, True, make_expert_map(10, world, rank)), mode="all_to_all")
+    """The last rank dies or sleeps in place of its call, or dies in its experts."""
+    layer, how = case_layer("packed"), os.environ["HOW"]
+    experts = local_experts(layer, True, make_expert_map(10, world, rank))
+    parallel = ExpertParallel(experts, **MODES["padded" if how == "sleep" else "all_to_all"])
     if rank == world - 1:
-        if os.environ["HOW"] == "sleep":
+        if how == "sleep":
             time.sleep(20)
-        os._exit(0)
+        if how != "in its experts":
+            os._exit(0)
+        experts.partial_sums = lambda *args, **options: os._exit(0)  # type: ignore[method-assign]
     start = time.monotonic()
     try:
         parallel(layer.x, layer.topk_weights, layer.topk_ids)

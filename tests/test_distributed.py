@@ -294,13 +294,17 @@ def test_refusals(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["exit", "sleep"])
-def test_a_peer_that_fails_is_an_error(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "step"),
+    [("exit", "exchanging sizes"), ("in its experts", "combine"), ("sleep", "dispatch")],
+)
+def test_a_peer_that_fails_is_an_error(tmp_path: Path, how: str, step: str) -> None:
+    """Dead before or amid its call, or asleep beyond the timeout: the others say the step, in time."""
     *alive, dead = run_ranks("death", 3, tmp_path / "ranks", timeout=4, HOW=how)
     assert dead is None
     for rank, text in enumerate(alive):
         seconds, _, message = text.partition(" s: ")
         assert message.startswith(
-            f"ExpertParallel on rank {rank} of 3: exchanging sizes failed; a peer may have died"
+            f"ExpertParallel on rank {rank} of 3: {step} failed; a peer may have died"
         ), text
         assert float(seconds) < 15
