@@ -269,6 +269,10 @@ def run_refusals(rank: int, world: int) -> dict[str, str]:
     attempt(
         "map", lambda: ExpertParallel(experts(), expert_map=make_expert_map(12 if rank else 10, world, rank))
     )
+    attempt("no mode", lambda: ExpertParallel(experts(), mode="ring" if rank else "auto"))
+    attempt("no capacity", lambda: ExpertParallel(experts(), mode="padded", capacity=None if rank else 4))
+    flat = make_expert_map(10, world, rank)
+    attempt("flat", lambda: ExpertParallel(experts(), expert_map=flat.view(2, 5) if rank else flat))
     twice = make_expert_map(10, world, 0)
     attempt("twice", lambda: ExpertParallel(experts(0), expert_map=twice))
     good = ExpertParallel(experts(), mode="all_to_all")

@@ -278,6 +278,16 @@ def test_refusals(tmp_path: Path) -> None:
         assert "agree on activation, got ['silu', 'gelu']" in errors["activation"], errors
         assert "agree on intermediate_size, got [48, 32]" in errors["intermediate"], errors
         assert "must have the same global E >= 1 entries on every rank, got [10, 12]" in errors["map"], errors
+        assert errors["no mode"].startswith("ValueError: rank 1: mode must be one of auto, all_to_all"), (
+            errors
+        )
+        assert errors["no capacity"].endswith("in padded mode and None in others, got None with padded"), (
+            errors
+        )
+        assert (
+            errors["flat"]
+            == "ValueError: rank 1: expert_map must be int32 [global E], got torch.int32 [2, 5]"
+        )
         assert "agree on dtype, got ['torch.bfloat16', 'torch.float16']" in errors["dtype"], errors
         assert "expert 0 must be held by exactly one rank, got [0, 1]" in errors["twice"], errors
         assert "k must be the same on every rank, got [2, 3]" in errors["k"], errors

@@ -66,6 +66,9 @@ def slot_sums(rows: Tensor, at: Tensor) -> Tensor:
 
 def agreed_maps(everyone: list[dict[str, Any]]) -> list[list[int]]:
     """The ranks' expert maps, checked: one answer for everyone."""
+    for r, rank in enumerate(everyone):
+        if rank["refused"] is not None:
+            raise ValueError(f"rank {r}: {rank['refused']}")
     for fact in everyone[0]:
         if fact in ("num_experts", "map"):
             continue

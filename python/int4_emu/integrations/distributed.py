@@ -69,15 +69,9 @@ class ExpertParallel(nn.Module):
 
         Raises:
             ValueError: the ranks disagree on the checkpoint, the layer, a size, the activation or an option, or do not hold each expert
-                exactly once; the same sentence on every rank.
+                exactly once, or one of them gave an argument that is none; the same sentence on every rank.
         """
         super().__init__()
-        if mode not in _MODES:
-            raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
-        if (mode == "padded") != (capacity is not None) or (capacity is not None and capacity < 1):
-            raise ValueError(
-                f"capacity must be a number of tokens >= 1 in padded mode and None in others, got {capacity} with {mode}"
-            )
         self.experts, self.group, self.mode, self.capacity = experts, group, mode, capacity
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -95,6 +89,7 @@ class ExpertParallel(nn.Module):
             "has a map": given is not None,
             "num_experts": experts.num_experts,
             "map": None if given is None else given.tolist(),
+            "refused": _refusal(mode, capacity, given),
         }
         everyone: list[Any] = [None] * self.ranks
         self._collective("comparing the layers", dist.all_gather_object, everyone, facts)
@@ -309,6 +304,19 @@ class ExpertParallel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank} of {self.ranks}, mode={self.mode}, global E={self.expert_map.numel()}"
+
+
+def _refusal(mode: str, capacity: int | None, expert_map: Tensor | None) -> str | None:
+    """What is wrong with one rank's arguments; told to all of them, which wait for this rank."""
+    if mode not in _MODES:
+        return f"mode must be one of {', '.join(_MODES)}, got {mode!r}"
+    if (mode == "padded") != (capacity is not None) or (capacity is not None and capacity < 1):
+        return f"capacity must be a number of tokens >= 1 in padded mode and None in others, got {capacity} with {mode}"
+    if expert_map is not None and (
+        expert_map.dim() != 1 or expert_map.dtype not in (torch.int32, torch.int64)
+    ):
+        return f"expert_map must be int32 [global E], got {expert_map.dtype} {list(expert_map.shape)}"
+    return None
 
 
 def _one_number(tokens: int, k: int) -> int:
