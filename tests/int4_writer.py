@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,27 +52,30 @@ class Rounded:
 
 
 def round_to_int4(
-    weight: torch.Tensor, format: str, group_size: int, g_idx: NDArray | None = None
+    weight: torch.Tensor, format: str, group_size: int, g_idx: NDArray | None = None, bits: int = 4
 ) -> Rounded:
-    """Rounds [O, I] to asymmetric int4 in groups of columns, to nearest, and stores it.
+    """Rounds [O, I] to asymmetric int4 (int8) in groups of columns, to nearest, and stores it.
 
     Args:
+        group_size: -1 = one group.
         g_idx: the group of each column; None = columns in order.
     """
     suffixes, scales_dtype = FORMATS[format]
     w = weight.detach().double().numpy()
     rows, columns = w.shape
+    top = (1 << bits) - 1
+    group_size = columns if group_size == -1 else group_size
     order = np.arange(columns) // group_size if g_idx is None else g_idx
     groups = -(-columns // group_size)
     scales, zeros = np.empty((rows, groups)), np.empty((rows, groups), np.int64)
     for g in range(groups):
         part = w[:, order == g]
         low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
-        scales[:, g] = oracle.round_to(np.maximum((high - low) / 15, 1e-4), scales_dtype)
-        zeros[:, g] = np.clip(np.rint(-low / scales[:, g]), 0, 15)
-    codes = np.clip(np.rint(w / scales[:, order]) + zeros[:, order], 0, 15).astype(np.int64)
+        scales[:, g] = oracle.round_to(np.maximum((high - low) / top, 1e-4), scales_dtype)
+        zeros[:, g] = np.clip(np.rint(-low / scales[:, g]), 0, top)
+    codes = np.clip(np.rint(w / scales[:, order]) + zeros[:, order], 0, top).astype(np.int64)
     exact = torch.from_numpy((codes - zeros[:, order]) * scales[:, order]).float()
-    parts = oracle.store(format, codes, scales, zeros)
+    parts = oracle.store(format, codes, scales, zeros, bits)
     dtype = getattr(torch, scales_dtype)
     tensors = {
         suffix: torch.from_numpy(np.ascontiguousarray(part)).to(dtype if i == 1 else torch.int32)
@@ -155,6 +159,46 @@ def write_pair(model: Any, folder: Path, format: str, group_size: int) -> tuple[
     for other in plain.glob("generation_config.json"):
         shutil.copy(other, quantised)
     return plain, quantised
+
+
+def write_mixed(
+    plain: Path,
+    folder: Path,
+    format: str,
+    choose: Callable[[str], tuple[int, int] | None],
+    quantization: dict[str, Any],
+    extra: Tensors | None = None,
+    **config: Any,
+) -> tuple[Path, Path]:
+    """Rounds any Linears of a saved floating-point checkpoint, experts or not, each as `choose` says.
+
+    Args:
+        choose: module name to (bits, group size), None = floating point.
+        extra: tensors for the quantised folder only.
+
+    Returns:
+        As `write_pair`.
+    """
+    tensors = load_file(plain / "model.safetensors")
+    exact, stored = dict(tensors), dict(extra or {})
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        scheme = choose(module) if module != name and tensor.dim() == 2 else None
+        if scheme is None:
+            stored[name] = tensor
+            continue
+        rounded = round_to_int4(tensor, format, scheme[1], bits=scheme[0])
+        exact[name] = rounded.exact
+        stored |= {f"{module}.{suffix}": part for suffix, part in rounded.tensors.items()}
+    contents = json.loads((plain / "config.json").read_text())
+    for path, held, more in (
+        (folder / "plain", exact, {}),
+        (folder / "mixed", stored, {"quantization_config": quantization, **config}),
+    ):
+        path.mkdir(parents=True)
+        save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(contents | more))
+    return folder / "plain", folder / "mixed"
 
 
 def _stored_experts(

@@ -79,8 +79,8 @@ def _tiny_vision(kind: Any) -> Any:
     return vision(**{name: value for name, value in _VISION.items() if name in known})
 
 
-def tiny_config(model_type: str) -> Any:
-    """A configuration of that model type."""
+def tiny_config(model_type: str, **options: Any) -> Any:
+    """A configuration of that model type; `options` are its attributes."""
     import transformers
 
     kind = transformers.CONFIG_MAPPING[model_type]
@@ -91,17 +91,17 @@ def tiny_config(model_type: str) -> Any:
     if dataclasses.is_dataclass(kind):
         known |= {field.name for field in dataclasses.fields(kind)}
     sizes = {name: value for name, value in _SIZES.items() if name in known}
-    return kind(**(sizes | SPECIAL.get(model_type, {})))
+    return kind(**(sizes | SPECIAL.get(model_type, {}) | options))
 
 
-def tiny_model(model_type: str) -> Any:
+def tiny_model(model_type: str, **options: Any) -> Any:
     """A model in float32 whose gate, up and down projections differ in spread and mean, and whose activations
     pass the limits that some families have.
     """
     import transformers
 
     torch.manual_seed(0)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **options)
     auto = transformers.AutoModelForCausalLM
     if model_type in COMPOSITE:
         auto = transformers.AutoModelForImageTextToText
