@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import update_build_toml
+
 ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "build.toml").is_file():
     pytest.skip("runs in a source checkout", allow_module_level=True)
@@ -70,6 +72,11 @@ def build_tools() -> Any:
     import build_tools
 
     return build_tools
+
+
+def test_the_lists_are_up_to_date() -> None:
+    text = (ROOT / "build.toml").read_text()
+    assert update_build_toml.updated(text) == text, "run python tests/update_build_toml.py"
 
 
 def test_keys_and_names() -> None:
