@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each must print; a new example has a line here.
 SAYS = {
+    "experts_from_checkpoint.py": r"layer 3: \S+ on \S+ by .*output \[3, 256\] torch\.bfloat16",
+    "plain_ops.py": r"16 experts in 0\.89 MiB; relative error .*: \d\.\de-03",
+    "transformers_generate.py": r"To be, or not to be[\s\S]*4 MoE layers, \d of them packed",
     "compile_export.py": r"packed: [\d.]+ MiB, the bits of eager mode",
     "vllm_serve.py": r"CAMILLO\.\n[\s\S]*vLLM 0\.32\S*: 64 tokens",
     "expert_parallel.py": r"rank 0 of 2 on \S+: experts .* as in one process",

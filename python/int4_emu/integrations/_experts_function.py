@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -34,7 +33,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     up = "gate_up_proj" if self.has_gate else "up_proj"
     w13, w2 = getattr(self, up), self.down_proj
     if self.is_transposed:
-        w13, w2 = _rows_first(w13), _rows_first(w2)
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     return ops.fused_moe(
         hidden_states,
         w13,
@@ -49,18 +48,6 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         beta=gating.beta,
         w13_order=W13Order.halves if self.is_concatenated else W13Order.interleaved,
     )
-
-
-def _rows_first(stored: Tensor) -> Tensor:
-    """The rows [E, O, I] of a parameter [E, I, O]. Its memory is laid out anew at the first call, so that the op
-    need not copy all experts at every one; shape and values stay.
-    """
-    rows = stored.transpose(1, 2)
-    if not (rows.is_contiguous() or torch.compiler.is_compiling()):
-        with torch.inference_mode(False), torch.no_grad():
-            stored.data = rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
-        rows = stored.transpose(1, 2)
-    return rows
 
 
 def _supported_gating(module: Any) -> Gating:
