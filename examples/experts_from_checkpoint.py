@@ -1,6 +1,8 @@
 """The experts of a checkpoint without transformers: what it holds, and one layer after another.
 
-Run: python examples/experts_from_checkpoint.py [DIR]
+Run: python examples/experts_from_checkpoint.py
+
+A folder may follow, for another checkpoint.
 """
 
 from __future__ import annotations

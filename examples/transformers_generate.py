@@ -1,6 +1,8 @@
 """A quantised checkpoint as a transformers model, in one line, and text from it.
 
-Run: python examples/transformers_generate.py [DIR]
+Run: python examples/transformers_generate.py
+
+A folder may follow, for another checkpoint.
 """
 
 from __future__ import annotations
