@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from int4_emu import ops
+from int4_emu import Format, ops
 from int4_emu.cli._arguments import dtype_of, positive
 from int4_emu.cli._bench_timing import time_interleaved
 from int4_emu.cli._console import console, table
@@ -37,10 +37,14 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     rng = torch.Generator().manual_seed(0)
     rows = []
-    for fmt, bits in formats():
+    # act-order comes from GPTQ, and from compressed-tensors, whose rows are those of the canonical layout.
+    ordered = [(f, b, True) for f in (Format.gptq_v2, Format.compressed_tensors) for b in (4, 8)]
+    for fmt, bits, act_order in [(f, b, False) for f, b in formats()] + ordered:
         group = group_size_of(fmt, args.group_size)
-        q, s, z, _ = stored(fmt, bits, args.experts, args.rows, args.columns, group, rng)
-        options: dict[str, Any] = {"group_size": group, "format": fmt, "bits": bits}
+        q, s, z, g_idx = stored(
+            fmt, bits, args.experts, args.rows, args.columns, group, rng, act_order=act_order
+        )
+        options: dict[str, Any] = {"group_size": group, "format": fmt, "bits": bits, "g_idx": g_idx}
         out = ops.dequantize(q, s, z, dtype=args.dtype, **options)
         other = torch.empty_like(out)
         candidates: dict[str, Callable[[Any], Any]] = {
@@ -50,11 +54,19 @@ def main() -> None:
         nothing: list[Any] = [None]
         times, _ = time_interleaved(candidates, nothing, args.seconds)
         mine, copy = times["dequantize"].median, times["copy"].median
+        least = times["dequantize"].min / times["copy"].min
         speed = f"{out.numel() * out.element_size() / mine / 1e9:.1f}"
         rows.append(
-            (f"{fmt.name} int{bits}", f"{mine * 1e3:.1f}", speed, f"{copy * 1e3:.1f}", f"{mine / copy:.2f}")
+            (
+                f"{fmt.name} int{bits}" + act_order * " act-order",
+                f"{mine * 1e3:.1f}",
+                speed,
+                f"{copy * 1e3:.1f}",
+                f"{mine / copy:.2f}",
+                f"{least:.2f}",
+            )
         )
-    columns = ("format", "median ms", "GB/s written", "copy_ ms", "ratio")
+    columns = ("format", "median ms", "GB/s written", "copy_ ms", "ratio", "of minima")
     console().print(table(columns, rows, right=columns[1:]))
 
 

@@ -129,21 +129,45 @@ def test_dequantize_is_the_product_rounded_once(
             assert torch.equal(default, expect(exact, scales_dtype, scales_dtype))
 
 
-@pytest.mark.parametrize("name", ["gptq_v1", "gptq_v2", "compressed_tensors", "canonical"])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (144, 528)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["gptq_v1", "gptq_v2", "gptq_v1_nibble", "compressed_tensors", "canonical"])
 @pytest.mark.parametrize("experts", [0, 2], ids=["matrix", "stack"])
 def test_dequantize_with_permuted_g_idx(
-    ops: ModuleType, name: str, experts: int, rng: np.random.Generator
+    ops: ModuleType, name: str, bits: int, experts: int, rows: int, columns: int, rng: np.random.Generator
 ) -> None:
     """act-order: any column may use any group, and not every group need occur."""
-    (qweight, scales, qzeros), _, codes, zeros = stored(name, 4, rng, 16, 32, 8, torch.bfloat16, experts)
-    shape = (experts, 32) if experts else (32,)
+    group = columns // 4
+    (qweight, scales, qzeros), _, codes, zeros = stored(
+        name, bits, rng, rows, columns, group, torch.bfloat16, experts
+    )
+    shape = (experts, columns) if experts else (columns,)
     g_idx = rng.integers(0, 3, shape)
     values = scales.double().numpy()
     values = values if name in ("canonical", "compressed_tensors") else np.swapaxes(values, -1, -2)
-    exact = oracle.exact_weight(codes, values, zeros, 8, 4, g_idx)
+    exact = oracle.exact_weight(codes, values, zeros, group, bits, g_idx)
     index = torch.from_numpy(g_idx.astype(np.int32))
-    got = ops.dequantize(qweight, scales, qzeros, index, group_size=8, format=ID[name], dtype=torch.float32)
-    assert torch.equal(got, expect(exact, torch.bfloat16, torch.float32))
+    for out in NAMES:
+        got = ops.dequantize(
+            qweight, scales, qzeros, index, group_size=group, format=ID[name], bits=bits, dtype=out
+        )
+        assert torch.equal(got, expect(exact, torch.bfloat16, out))
+
+
+@pytest.mark.parametrize(("name", "bits"), [
+    ("canonical", 8), ("compressed_tensors", 4), ("gptq_v1", 8), ("quark_int_order", 8), ("awq", 4),
+])  # fmt: skip
+def test_large_results_are_those_of_small_ones(
+    compiled: ModuleType, name: str, bits: int, rng: np.random.Generator
+) -> None:
+    """From 8 MiB on, results are written past the caches; into an `out` that begins where no vector does, they are not."""
+    rows, columns = 1024, 4096
+    args, exact, _, _ = stored(name, bits, rng, rows, columns, 512, torch.float16)
+    want = expect(exact, torch.float16, torch.bfloat16)
+    for offset in (0, 1):
+        out = torch.empty(rows * columns + offset, dtype=torch.bfloat16)[offset:].view(rows, columns)
+        compiled.dequantize(*args, group_size=512, format=ID[name], bits=bits, out=out)
+        assert torch.equal(out, want)
 
 
 def test_trivial_g_idx_changes_nothing(ops: ModuleType, rng: np.random.Generator) -> None:

@@ -172,8 +172,10 @@ const uint8_t* CanonicalReader::transposed_source(int64_t b, int64_t o0, int64_t
 bool CanonicalReader::describe(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const {
   const int64_t columns = m_.in_features, rows = m_.out_features;
   // Eight rows at a time in 16 columns at a time, none of which straddles a group.
-  const bool whole = columns % 16 == 0 && rows % 8 == 0 && (m_.group_size % 16 == 0 || m_.groups == 1);
-  if (!traits_.transposed || m_.bits != 4 || m_.g_idx != nullptr || !whole) return false;
+  const bool indexed = m_.g_idx != nullptr, whole_groups = m_.group_size % 16 == 0 || m_.groups == 1;
+  if (!traits_.transposed || columns % 16 != 0 || rows % 8 != 0) return false;
+  if (indexed ? m_.groups > kMostIndexedGroups : !whole_groups) return false;
+  a.bits = m_.bits;
   a.codes = transposed_source(b, o0, 0);
   a.code_step = source_row_;
   a.packed_along_out = traits_.packed_along_out;
@@ -183,13 +185,15 @@ bool CanonicalReader::describe(int64_t b, int64_t o0, int64_t n, DequantizeTrans
   a.scales = static_cast<const char*>(m_.scales) + (group0 * rows + o0) * dtype_bytes(m_.scale_dtype);
   a.scale_dtype = m_.scale_dtype;
   a.scale_step = rows;
-  a.zero_step = rows / 2;
-  a.zeros = m_.qzeros ? static_cast<const uint8_t*>(m_.qzeros) + group0 * a.zero_step + o0 / 2 : nullptr;
+  a.zero_step = rows * m_.bits / 8;
+  a.zeros = m_.qzeros ? static_cast<const uint8_t*>(m_.qzeros) + group0 * a.zero_step + o0 * m_.bits / 8 : nullptr;
   a.zero_word_add = zero_word_add();
   a.zero_code_add = static_cast<int>(zero_code_add());
+  a.group_of = indexed ? m_.g_idx + b * columns : nullptr;
   a.n = n;
   a.k = columns;
   a.group_size = m_.group_size;
+  a.groups = m_.groups;
   return true;
 }
 

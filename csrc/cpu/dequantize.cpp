@@ -1,12 +1,13 @@
 // Every format to dense weights: a block of rows is brought into canonical form in scratch, then the instruction set's row
-// function multiplies it out. Transposed formats go through slices of columns, so that the scratch stays in L2. int4 matrices of even
-// sizes in these formats skip the canonical form where the instruction set has a function for them.
+// function multiplies it out. Transposed formats go through slices of columns, so that the scratch stays in L2. Matrices of even sizes in
+// these formats skip the canonical form where the instruction set has a function for them. Large results are streamed past the caches.
 #include <atomic>
 
 #include "api.h"
 #include "canonical.h"
 #include "convert.h"
 #include "select.h"
+#include "stream.h"
 
 namespace int4_emu::cpu {
 namespace {
@@ -23,7 +24,7 @@ int64_t slice_length(int64_t k, int64_t group_size, int64_t wanted) {
 
 // What a thread needs for one block of rows after another; parts that the checkpoint already stores as wanted are empty.
 struct BlockScratch {
-  BlockScratch(const PackedMatrix& m, const CanonicalReader& reader, int64_t stride, int64_t groups)
+  BlockScratch(const PackedMatrix& m, const CanonicalReader& reader, int64_t stride, int64_t groups, int64_t row_bytes)
       : codes(reader.codes_in_place(0, 0) ? 0 : reader.block_rows() * stride),
         scales(reader.scales_in_place() ? 0 : reader.block_rows() * groups * dtype_bytes(m.scale_dtype)),
         zeros(reader.zeros_in_place() || !m.qzeros ? 0 : reader.block_rows() * groups),
@@ -32,7 +33,8 @@ struct BlockScratch {
         row_scales(m.g_idx && m.bits == 8 ? m.groups * 4 : 0),
         every_code(m.g_idx && m.bits == 4 ? m.groups * 8 : 0),
         table(m.g_idx && m.bits == 4 ? m.groups * 16 * 4 : 0),
-        first(m.g_idx && m.bits == 4 ? m.in_features * 4 : 0) {
+        first(m.g_idx && m.bits == 4 ? m.in_features * 4 : 0),
+        row(row_bytes) {
     // The codes 0..15 of each group, packed.
     if (m.g_idx && m.bits == 4 && every_code.data) {
       for (int64_t i = 0; i < m.groups * 8; ++i) every_code.data[i] = static_cast<uint8_t>(0x10 + 0x22 * (i % 8));
@@ -40,13 +42,14 @@ struct BlockScratch {
   }
   bool ok() const {
     return codes.data && scales.data && zeros.data && row_codes.data && row_values.data && row_scales.data && every_code.data && table.data &&
-           first.data;
+           first.data && row.data;
   }
 
   Scratch codes, scales, zeros;               // [rows][stride] bytes, [rows][groups], [rows][groups]
   Scratch row_codes, row_values, row_scales;  // act-order, int8: one row as bytes [I], as fp32 [I], its scales in fp32 [C]
   Scratch every_code, table, first;           // act-order, int4: packed codes [C][8], what they stand for in one row [C][16], and
                                               // where each column's group begins in that [I]
+  Scratch row;                                // one row of results, before it is streamed
 };
 
 // Rows o0..o0+n, columns k0..k0+k of matrix b.
@@ -63,15 +66,21 @@ class Dequantizer {
     stride_ = scratch_stride(row_bytes(round_up(columns_, 8), m.bits));
     slices_ = columns_ > 0 ? ceil_div(m.in_features, columns_) : 0;
     ranges_ = ceil_div(m.out_features, reader.block_rows());
+    // Every row, and every slice of one, begins and ends on 16 bytes.
+    const int64_t element = dtype_bytes(out_dtype), total = m.batch * m.out_features * m.in_features * element;
+    stream_ = total >= kStreamBytes && m.in_features * element % 16 == 0 && columns_ * element % 16 == 0 &&
+              reinterpret_cast<uintptr_t>(out) % 16 == 0;
   }
 
   int64_t tiles() const { return m_.batch * ranges_ * slices_; }
 
   // Tiles begin..end; false when out of memory.
   bool run(int64_t begin, int64_t end) const {
-    const BlockScratch scratch(m_, reader_, stride_, m_.g_idx ? m_.groups : ceil_div(columns_, m_.group_size));
+    const BlockScratch scratch(m_, reader_, stride_, m_.g_idx ? m_.groups : ceil_div(columns_, m_.group_size),
+                               stream_ ? columns_ * dtype_bytes(out_dtype_) : 0);
     if (!scratch.ok()) return false;
     for (int64_t i = begin; i < end; ++i) run_tile(tile(i), scratch);
+    if (stream_) stream_fence();
     return true;
   }
 
@@ -113,13 +122,15 @@ class Dequantizer {
     for (int64_t i = 0; i < t.n; ++i) {
       const uint8_t* codes = in_place ? reader_.codes_in_place(t.b, t.o0 + i) + t.k0 * m_.bits / 8 : scratch.codes.data + i * stride_;
       const uint8_t* row_zeros = zeros ? zeros + i * zero_step : nullptr;
-      void* out = output(t.b, t.o0 + i, t.k0);
+      char* const place = output(t.b, t.o0 + i, t.k0);
+      void* out = stream_ ? scratch.row.data : static_cast<void*>(place);
       if (m_.g_idx) {
         if (m_.bits == 4) run_indexed_row4(t, codes, scales + i * scale_step, row_zeros, scratch, out);
         else run_indexed_row(t, codes, scales + i * scale_step, row_zeros, scratch, out);
       } else {
         table_.dequantize_row(codes, m_.bits, scales + i * scale_step, m_.scale_dtype, row_zeros, t.k, m_.group_size, out, out_dtype_);
       }
+      if (stream_) stream_copy(place, out, t.k * dtype_bytes(out_dtype_));
     }
   }
 
@@ -168,13 +179,11 @@ class Dequantizer {
   DType out_dtype_;
   char* out_;
   int64_t columns_, stride_, slices_, ranges_;  // columns of a tile, bytes between scratch rows, tiles along I and along O
+  bool stream_;
 };
 
 // Rows of one task of the instruction set's own function for transposed formats: a cache line of words packed along O.
 constexpr int64_t kTransposedRows = 128;
-// An output of this many bytes leaves the caches before anyone reads it.
-constexpr int64_t kStreamBytes = int64_t{8} << 20;
-
 // False where that function or this matrix does not allow it.
 bool dequantize_transposed(const PackedMatrix& m, const CanonicalReader& reader, DType out_dtype, void* out, const Parallel& parallel) {
   const auto run = active_table().dequantize_transposed;

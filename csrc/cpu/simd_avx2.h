@@ -59,6 +59,15 @@ inline void store_bf16(uint16_t* p, Vf a) {
   const Vi bits = bf16_bits(a);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
 }
+// Two vectors, one after the other, neither with a NaN.
+inline void store_bf16_numbers(uint16_t* p, Vf a, Vf b) {
+  const auto rounded = [](Vf v) {
+    const Vi bits = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  };
+  const Vi pairs = _mm256_packus_epi32(rounded(a), rounded(b));  // 64 bits of a, b, a, b
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(pairs, 0xd8));
+}
 inline void store_f16(uint16_t* p, Vf a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

@@ -59,6 +59,10 @@ inline Vi bf16_bits(Vf a) {
 inline void store_bf16(uint16_t* p, Vf a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bf16_bits(a)));
 }
+inline void store_bf16_numbers(uint16_t* p, Vf a, Vf b) {
+  store_bf16(p, a);
+  store_bf16(p + kLanes, b);
+}
 inline void store_f16(uint16_t* p, Vf a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

@@ -1,4 +1,4 @@
-// int4 matrices that a checkpoint stores with the input columns outermost (GPTQ, AWQ, Quark) straight to rows of weights.
+// Matrices that a checkpoint stores with the input columns outermost (GPTQ, AWQ, Quark) straight to rows of weights.
 //
 // Eight neighbouring output rows are the lanes: there one load serves their scales or zero points, and no code moves before it has
 // its value. Then 8 x 8 words, each two columns of a 16-bit type or one of fp32, are transposed into runs of the rows. Always 256 bits
@@ -9,9 +9,13 @@ namespace int4_emu::cpu {
 namespace {
 
 constexpr int64_t kRowLanes = 8;
-// A piece of the stored matrix that stays in cache while its rows are written: [columns][16] words along O, or [columns / 8][128] along
-// I. Its width is also the run of each row that is written at once.
-constexpr int64_t kPieceRows = 128, kPieceColumns = 512;
+// A piece of the stored matrix that stays in cache while its rows are written, 32 KiB: int4 [columns][16] words along O, or
+// [columns / 8][128] along I. Its width is also the run of each row that is written at once.
+constexpr int64_t kPieceRows = 128;
+template <int kBits>
+constexpr int64_t kPieceColumns = kBits == 4 ? 512 : 256;
+template <int kBits>
+constexpr int64_t kColumnBytes = kPieceRows * kBits / 8;
 
 // bits of rows[i] lane j <-> bits of rows[j] lane i.
 inline void transpose8(__m256i rows[8]) {
@@ -77,21 +81,56 @@ inline __m256 load_scales8(const DequantizeTransposedArgs& a, int64_t group, int
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
+template <int kBits>
 inline __m256 load_zeros8(const DequantizeTransposedArgs& a, int64_t group, int64_t row) {
-  if (a.zeros == nullptr) return _mm256_set1_ps(8.f);
+  if (a.zeros == nullptr) return _mm256_set1_ps(kBits == 4 ? 8.f : 128.f);
+  const uint8_t* zeros = a.zeros + group * a.zero_step + row * kBits / 8;
+  if constexpr (kBits == 8) {
+    const __m128i words = _mm_add_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros)), _mm_set1_epi32(static_cast<int>(a.zero_word_add)));
+    const __m128i codes = _mm_add_epi8(_mm_xor_si128(words, _mm_set1_epi32(static_cast<int>(a.flip))), _mm_set1_epi8(static_cast<char>(a.zero_code_add)));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes));
+  }
   const __m256i word_add = _mm256_set1_epi32(static_cast<int>(a.zero_word_add));
-  const __m256i word = _mm256_add_epi32(broadcast_word(a.zeros + group * a.zero_step + row / 2), word_add);
+  const __m256i word = _mm256_add_epi32(broadcast_word(zeros), word_add);
   const __m256i code = _mm256_srlv_epi32(_mm256_xor_si256(word, _mm256_set1_epi32(static_cast<int>(a.flip))), row_shifts(a.interleaved));
   return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_add_epi32(code, _mm256_set1_epi32(a.zero_code_add)), _mm256_set1_epi32(15)));
 }
 
-// Columns of eight rows that share their group, a multiple of 16 of them. `piece` points at the strip's words of the first column.
-template <DType D, bool kAlongOut, bool kNan>
-inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, __m256 zero_point, __m256 scale, int64_t k, char* out,
-                         int64_t row_bytes) {
+// Zero points and scales of a strip of eight rows: those of one group, or those of all, one after the other, and the group of each column.
+struct StripGroups {
+  const float* values;  // [groups][zero points 8, scales 8]
+  const int32_t* group_of;
+};
+
+// Whether the scales have infinities or NaN: all others make no NaN, since a product that overflows is infinite.
+inline bool not_finite(__m256 scale) {
+  const __m256 nothing = _mm256_sub_ps(scale, scale);
+  return _mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q)) != 0;
+}
+
+// Codes of eight rows in one column of a piece; `piece` points at the strip.
+template <int kBits, bool kAlongOut>
+inline __m256 column_codes(const uint8_t* piece, int64_t column, __m256i shifts, __m256i flip) {
+  constexpr int64_t kWordColumns = 32 / kBits;
+  __m256i code;
+  if constexpr (kAlongOut && kBits == 8) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + column * kColumnBytes<kBits>));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_xor_si128(bytes, _mm256_castsi256_si128(flip))));
+  } else if constexpr (kAlongOut) {
+    code = _mm256_srlv_epi32(_mm256_xor_si256(broadcast_word(piece + column * kColumnBytes<kBits>), flip), shifts);
+  } else {
+    const uint8_t* words = piece + column / kWordColumns * kWordColumns * kColumnBytes<kBits>;
+    code = _mm256_srli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)), static_cast<int>(column % kWordColumns * kBits));
+  }
+  return _mm256_cvtepi32_ps(_mm256_and_si256(code, _mm256_set1_epi32((1 << kBits) - 1)));
+}
+
+// Columns of eight rows, a multiple of 16 of them, which share their group or name it. `piece` points at the strip's words of the first column.
+template <DType D, int kBits, bool kAlongOut, bool kNan, bool kIndexed>
+inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, int64_t k, char* out, int64_t row_bytes) {
   // A pass over eight words of each row: 16 columns of a 16-bit type, or 8 of fp32.
   constexpr int kPerWord = D == DType::f32 ? 1 : 2, kColumns = 8 * kPerWord;
-  const __m256i mask = _mm256_set1_epi32(15);
+  const __m256 zero_point = _mm256_load_ps(groups.values), scale = _mm256_load_ps(groups.values + 8);
   for (int64_t k0 = 0; k0 < k; k0 += kColumns, out += 32) {
     __m256i rows[8];
 #pragma GCC unroll 8
@@ -99,15 +138,15 @@ inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, __m
       __m256 value[kPerWord];
 #pragma GCC unroll 2
       for (int j = 0; j < kPerWord; ++j) {
+        // Its place in a word must be a constant: k0 is a multiple of a word's columns.
         const int column = i * kPerWord + j;
-        __m256i code;
-        if constexpr (kAlongOut) {
-          code = _mm256_srlv_epi32(_mm256_xor_si256(broadcast_word(piece + (k0 + column) * (kPieceRows / 2)), flip), shifts);
+        const __m256 code = column_codes<kBits, kAlongOut>(piece + k0 * kColumnBytes<kBits>, column, shifts, flip);
+        if constexpr (kIndexed) {
+          const float* group = groups.values + int64_t{groups.group_of[k0 + column]} * 16;
+          value[j] = _mm256_mul_ps(_mm256_sub_ps(code, _mm256_load_ps(group)), _mm256_load_ps(group + 8));
         } else {
-          const uint8_t* words = piece + (k0 + column / 8 * 8) * (kPieceRows / 2);
-          code = _mm256_srli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)), column % 8 * 4);
+          value[j] = _mm256_mul_ps(_mm256_sub_ps(code, zero_point), scale);
         }
-        value[j] = _mm256_mul_ps(_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(code, mask)), zero_point), scale);
       }
       if constexpr (D == DType::f32) rows[i] = _mm256_castps_si256(value[0]);
       else rows[i] = column_pair<D, kNan>(value[0], value[1]);
@@ -118,10 +157,18 @@ inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, __m
   }
 }
 
+template <DType D, int kBits, bool kAlongOut, bool kIndexed>
+inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, bool nan, int64_t k, char* out,
+                         int64_t row_bytes) {
+  if (nan) decode_strip<D, kBits, kAlongOut, true, kIndexed>(piece, shifts, flip, groups, k, out, row_bytes);
+  else decode_strip<D, kBits, kAlongOut, false, kIndexed>(piece, shifts, flip, groups, k, out, row_bytes);
+}
+
 // Rows of words, `bytes` of each.
 inline void copy_piece(const uint8_t* from, int64_t step, int64_t stored_rows, int64_t bytes, int64_t piece_step, uint8_t* piece) {
   for (int64_t i = 0; i < stored_rows; ++i, from += step, piece += piece_step) {
     if (bytes == 64) __builtin_memcpy(piece, from, 64);
+    else if (bytes == 128) __builtin_memcpy(piece, from, 128);
     else __builtin_memcpy(piece, from, bytes);
   }
 }
@@ -136,43 +183,58 @@ inline void copy_run(char* to, const char* from, int64_t bytes) {
   }
 }
 
+// Columns k0..k1 of rows row..row + 8, from `piece`, to `out`, whose rows lie row_bytes apart.
+template <DType D, int kBits, bool kAlongOut>
+inline void decode_strip_groups(const DequantizeTransposedArgs& a, const uint8_t* piece, __m256i shifts, __m256i flip, int64_t row, int64_t k0,
+                                int64_t k1, float* values, char* out, int64_t row_bytes) {
+  bool nan = false;
+  const auto load_group = [&](int64_t group, float* to) {
+    const __m256 scale = load_scales8(a, group, row);
+    nan |= not_finite(scale);
+    _mm256_store_ps(to, load_zeros8<kBits>(a, group, row));
+    _mm256_store_ps(to + 8, scale);
+  };
+  if (a.group_of != nullptr) {
+    for (int64_t g = 0; g < a.groups; ++g) load_group(g, values + g * 16);
+    decode_strip<D, kBits, kAlongOut, true>(piece, shifts, flip, {values, a.group_of + k0}, nan, k1 - k0, out, row_bytes);
+    return;
+  }
+  for (int64_t p = k0; p < k1;) {
+    const int64_t group = p / a.group_size, group_end = (group + 1) * a.group_size, end = group_end < k1 ? group_end : k1;
+    nan = false;
+    load_group(group, values);
+    decode_strip<D, kBits, kAlongOut, false>(piece + (p - k0) * kColumnBytes<kBits>, shifts, flip, {values, nullptr}, nan, end - p,
+                                             out + (p - k0) * kBytes<D>, row_bytes);
+    p = end;
+  }
+}
+
 // Pieces of rows and columns; in each, strips of eight rows, and in a strip the groups that it crosses.
-template <DType D, bool kAlongOut>
+template <DType D, int kBits, bool kAlongOut>
 void dequantize_pieces(const DequantizeTransposedArgs& a) {
   // Rows of weights collect here and leave one after the other: in the output they may lie a power of two apart, which would have them
   // fight for one cache set. Here they lie a line more than that.
-  constexpr int64_t kBufferRow = kPieceColumns * kBytes<D> + 64;
-  alignas(64) uint8_t piece[kPieceRows * kPieceColumns / 2];
+  constexpr int64_t kColumns = kPieceColumns<kBits>, kBufferRow = kColumns * kBytes<D> + 64;
+  alignas(64) uint8_t piece[kColumns * kColumnBytes<kBits>];
   alignas(64) char buffer[kRowLanes * kBufferRow];
-  constexpr int64_t kWordColumns = kAlongOut ? 1 : 8;
+  alignas(64) float values[kMostIndexedGroups * 16];
+  constexpr int64_t kWordColumns = kAlongOut ? 1 : 32 / kBits;
+  const auto row_offset = [](int64_t rows) { return rows * kBits / 8 * kWordColumns; };
   const __m256i shifts = row_shifts(a.interleaved), flip = _mm256_set1_epi32(static_cast<int>(a.flip));
-  const int64_t row_bytes = a.ld * kBytes<D>;
+  const int64_t out_row = a.ld * kBytes<D>;
   for (int64_t o0 = 0; o0 < a.n; o0 += kPieceRows) {
     const int64_t rows = a.n - o0 < kPieceRows ? a.n - o0 : kPieceRows;
-    for (int64_t k0 = 0; k0 < a.k; k0 += kPieceColumns) {
-      const int64_t k1 = k0 + kPieceColumns < a.k ? k0 + kPieceColumns : a.k;
-      copy_piece(a.codes + k0 / kWordColumns * a.code_step + o0 / 2 * kWordColumns, a.code_step, (k1 - k0) / kWordColumns, rows / 2 * kWordColumns,
-                 kPieceRows / 2 * kWordColumns, piece);
+    for (int64_t k0 = 0; k0 < a.k; k0 += kColumns) {
+      const int64_t k1 = k0 + kColumns < a.k ? k0 + kColumns : a.k;
+      copy_piece(a.codes + k0 / kWordColumns * a.code_step + row_offset(o0), a.code_step, (k1 - k0) / kWordColumns, row_offset(rows),
+                 row_offset(kPieceRows), piece);
       for (int64_t o = 0; o < rows; o += kRowLanes) {
-        for (int64_t p = k0; p < k1;) {
-          const int64_t group = p / a.group_size, group_end = (group + 1) * a.group_size, end = group_end < k1 ? group_end : k1;
-          const __m256 zero_point = load_zeros8(a, group, o0 + o), scale = load_scales8(a, group, o0 + o);
-          const uint8_t* words = piece + (p - k0) * (kPieceRows / 2) + o / 2 * kWordColumns;
-          char* out = buffer + (p - k0) * kBytes<D>;
-          // Finite scales make no NaN: a product that overflows is infinite.
-          const __m256 nothing = _mm256_sub_ps(scale, scale);
-          if (_mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q)) == 0) {
-            decode_strip<D, kAlongOut, false>(words, shifts, flip, zero_point, scale, end - p, out, kBufferRow);
-          } else {
-            decode_strip<D, kAlongOut, true>(words, shifts, flip, zero_point, scale, end - p, out, kBufferRow);
-          }
-          p = end;
-        }
-        char* out = static_cast<char*>(a.out) + (o0 + o) * row_bytes + k0 * kBytes<D>;
+        decode_strip_groups<D, kBits, kAlongOut>(a, piece + row_offset(o), shifts, flip, o0 + o, k0, k1, values, buffer, kBufferRow);
+        char* out = static_cast<char*>(a.out) + (o0 + o) * out_row + k0 * kBytes<D>;
         for (int64_t r = 0; r < kRowLanes; ++r) {
           const char* run = buffer + r * kBufferRow;
-          if (a.stream) copy_run<true>(out + r * row_bytes, run, (k1 - k0) * kBytes<D>);
-          else copy_run<false>(out + r * row_bytes, run, (k1 - k0) * kBytes<D>);
+          if (a.stream) copy_run<true>(out + r * out_row, run, (k1 - k0) * kBytes<D>);
+          else copy_run<false>(out + r * out_row, run, (k1 - k0) * kBytes<D>);
         }
       }
     }
@@ -183,8 +245,13 @@ void dequantize_pieces(const DequantizeTransposedArgs& a) {
 
 template <DType D>
 void dequantize_transposed_to(const DequantizeTransposedArgs& a) {
-  if (a.packed_along_out) dequantize_pieces<D, true>(a);
-  else dequantize_pieces<D, false>(a);
+  if (a.bits == 4) {
+    if (a.packed_along_out) dequantize_pieces<D, 4, true>(a);
+    else dequantize_pieces<D, 4, false>(a);
+  } else {
+    if (a.packed_along_out) dequantize_pieces<D, 8, true>(a);
+    else dequantize_pieces<D, 8, false>(a);
+  }
 }
 
 void dequantize_transposed(const DequantizeTransposedArgs& a) {

@@ -44,10 +44,11 @@ struct GemmArgs {
   bool accumulate;        // false: overwrite
 };
 
-// int4 codes stored with the input columns outermost, dequantised to rows 0..n, columns 0..k of `out`: (q - z) * s, one rounding. n is a
-// multiple of 8 and starts on a word of zeros, k and group_size are multiples of 16 (or the columns lie in one group).
+// Codes stored with the input columns outermost, dequantised to rows 0..n, columns 0..k of `out`: (q - z) * s, one rounding. n is a
+// multiple of 8 and starts on a word of zeros, k and group_size are multiples of 16 (or the columns lie in one group, or name their own).
 struct DequantizeTransposedArgs {
-  const uint8_t* codes;   // words [k][O / 8] when packed along O, else [k / 8][O]
+  int bits;
+  const uint8_t* codes;   // packed along O, int4: words [k][O / 8], int8: bytes [k][O]; else words [k * bits / 32][O]
   int64_t code_step;      // bytes between rows of words
   bool packed_along_out;
   bool interleaved;       // AWQ: row r of eight sits in slot 0,4,1,5,2,6,3,7, in codes packed along O and in zeros
@@ -55,16 +56,19 @@ struct DequantizeTransposedArgs {
   const void* scales;     // [groups][O]
   DType scale_dtype;
   int64_t scale_step;     // elements between groups
-  const uint8_t* zeros;   // words [groups][O / 8], or null: 8
+  const uint8_t* zeros;   // [groups][O], codes of `bits` bits packed along O, or null: the midpoint
   int64_t zero_step;      // bytes between groups
   uint32_t zero_word_add; // added to a word of zeros, which wraps, before the flip
-  int zero_code_add;      // added to each zero point, modulo 16
-  int64_t n, k, group_size;
+  int zero_code_add;      // added to each zero point, modulo 2^bits
+  const int32_t* group_of;  // [k], the group of each column, or null: column / group_size
+  int64_t n, k, group_size, groups;
   void* out;
   int64_t ld;             // elements between rows
   DType out_dtype;
   bool stream;            // write past the caches; out and its rows are then aligned to 32 bytes
 };
+// With group_of, a strip of rows has all its groups' values beside it.
+constexpr int64_t kMostIndexedGroups = 512;
 
 struct ComputeFunctions {
   size_t (*packed_x_bytes)(int64_t m, int64_t k);
