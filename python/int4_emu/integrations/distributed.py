@@ -152,18 +152,19 @@ class ExpertParallel(nn.Module):
 
     def _together(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, k = ids.shape
-        ids = ids.clamp(-1, self.expert_map.numel()).int()
+        ids = ids.clamp(-1, self.expert_map.numel())
         if self.mode == "padded":
-            return self._padded(pack(x, ids, weights), ids)
+            return self._padded(pack(x, ids.int(), weights), ids)
         size = torch.full((1,), _one_number(tokens, k), device=x.device)
         if self.mode == "all_gather":
-            sizes = self._sizes(self._exchange(size))
-            return self._all_gather(pack(x, ids, weights), tokens, k, sizes)
+            everyone = self._exchange(size)
+            packed = pack(x, ids.int(), weights)  # while the sizes are on their way
+            return self._all_gather(packed, tokens, k, self._sizes(everyone))
         to_rank = self.owner[ids] == self.every  # [R, M, k]
         needed = to_rank.any(2)  # [R, M]
         everyone = self._exchange(torch.cat([needed.sum(1), to_rank.sum((1, 2)), size]))
         # Work for the host and the device while the sizes are on their way.
-        packed = pack(x, ids, weights)
+        packed = pack(x, ids.int(), weights)
         # Where each slot's answer will lie: by rank, then by slot, from 1 on; 0 serves unrouted slots.
         at = to_rank.flatten().cumsum(0).view(to_rank.shape).mul_(to_rank).sum(0)
         sizes = self._sizes(everyone)
