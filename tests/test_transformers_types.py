@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import int4_emu
-from int4_emu import CheckpointError
+from int4_emu import CheckpointError, convert
 from int4_emu.integrations._families import REFUSED, TESTED
 from int4_emu.integrations._modules import HostedExperts
 from int4_writer import FORMATS, write_pair
@@ -43,6 +44,21 @@ def logits(model: Any) -> torch.Tensor:
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
+
+
+def check_convert(model_type: str, plain: Path, quantised: Path, out: Path) -> None:
+    """convert is refused for the types that transformers itself saves with all experts in one tensor."""
+    with safe_open(plain / "model.safetensors", "pt") as file:
+        stacked = not any(re.search(r"\.experts\.0\.", name) for name in file.keys())  # noqa: SIM118
+    # As a part of the multimodal model its experts are published one by one, alone they are not.
+    stacked |= model_type == "minimax_m3_vl"
+    checkpoint = int4_emu.Checkpoint(quantised)
+    if not stacked:
+        assert checkpoint.model.model_type not in convert._STACKED_MODELS
+        return
+    with pytest.raises(CheckpointError, match=r"transformers reads \w+ with all experts in one tensor"):
+        convert.convert_checkpoint(checkpoint, out)
+    assert not out.exists()
 
 
 def stock_logits(path: Path) -> torch.Tensor:
@@ -92,6 +108,7 @@ def test_family_gives_the_logits_of_stock_transformers(model_type: str, format: 
         assert len(set(sizes)) == 3
         assert error(logits(model), want) < BOUND, weights
     if format == "compressed_tensors":
+        check_convert(model_type, plain, quantised, tmp_path / "converted")
         model.save_pretrained(tmp_path / "saved")
         assert error(stock_logits(tmp_path / "saved"), want) < BOUND
         assert error(logits(load(tmp_path / "saved")), want) < BOUND
@@ -114,6 +131,7 @@ def test_other_types_give_the_logits_of_stock_transformers(model_type: str, tmp_
     model = load(quantised, weights="packed")
     assert hosted(model)
     assert error(logits(model), stock_logits(plain)) < BOUND
+    check_convert(model_type, plain, quantised, tmp_path / "converted")
 
 
 def test_kimi_k2_is_deepseek_v3_under_its_own_name(tmp_path: Path) -> None:
@@ -124,6 +142,16 @@ def test_kimi_k2_is_deepseek_v3_under_its_own_name(tmp_path: Path) -> None:
     model = load(quantised, use_cache=False)
     assert model.config.use_cache is False
     assert error(logits(model), stock_logits(plain)) < BOUND
+
+
+def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    _, quantised = write_pair(tiny_model("qwen3_moe"), tmp_path, "compressed_tensors", GROUP)
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"hidden_act": "tanh"}))
+    with pytest.raises(
+        CheckpointError, match=r"must be one of silu, .* got 'tanh'; .*no known activation gives"
+    ):
+        load(quantised)
 
 
 def types_with_experts() -> set[str]:

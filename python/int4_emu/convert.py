@@ -32,6 +32,12 @@ logger = logging.getLogger(__name__)
 # whatever names a quantiser has left.
 _MIXTRAL_NAMES = ("mixtral", "minimax", "minimax_m2", "phimoe")
 _MIXTRAL_LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+# Model types whose published checkpoints stack all experts in one tensor: transformers reads no others, and would
+# leave experts of their own names at random.
+_STACKED_MODELS = (
+    "aria_text", "gemma4_text", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hy_v4", "inkling_text", "lara_mini", "llama4_text", "minimax_m3_vl_text", "qwen3_vl_moe_text", "zaya",
+)  # fmt: skip
 # Describes the quantisation, or holds tensors that are written anew.
 _NOT_COPIED = ("config.json", "quantize_config.json", "quantization_config.json", "recipe.yaml", INDEX_FILE)
 _COPIED_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".py")
@@ -83,7 +89,8 @@ def convert_checkpoint(
         Counts and sizes.
 
     Raises:
-        CheckpointError: the source is incomplete, contradictory or not quantised.
+        CheckpointError: the source is incomplete, contradictory or not quantised, or its model type is published
+            with all experts in one tensor.
         FileExistsError: `out` exists (see `force`), or another process is writing it.
         OSError: no space (checked before, and while writing), no permission; nothing is left behind.
         TypeError: a dtype that is not one of the three.
@@ -96,6 +103,11 @@ def convert_checkpoint(
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     if checkpoint.quantization is None:
         raise CheckpointError(f"{checkpoint.path} has no quantization_config: there is nothing to convert")
+    if (kind := checkpoint.model.model_type) in _STACKED_MODELS:
+        raise CheckpointError(
+            f"convert writes each expert by itself, and transformers reads {kind} with all experts in one tensor: "
+            'save_pretrained of int4_emu.from_pretrained(DIR, weights="dequantized") writes that'
+        )
     tensors, dequantized = plan_tensors(checkpoint, dtype)
     copies = _files_to_copy(checkpoint.path)
     shards = split_into_shards(tensors, max_shard_bytes)
