@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(CodeReader reader,
 
 // The case that matters for speed: whole units inside one group, floats out (squares.cuh).
 template <Words kWords, int kBits, class T>
-__global__ void __launch_bounds__(kSquareThreads, kWords != Words::rows ? 4 : kBits == 4 ? 6 : 5)
+__global__ void __launch_bounds__(kSquareThreads, (kSquareBlocks<kWords, kBits>))
     dequantize_squares_kernel(CodeReader reader, T* out, uint32_t row_tiles, uint32_t column_tiles, int group_shift, bool own_type) {
   constexpr int kPerThread = kSquares<kWords, kBits>, kUnits = kLanes<kWords, kBits>, kBlockStrips = kStrips<kWords, kBits>;
   const PackedMatrix& m = reader.m;

@@ -36,6 +36,10 @@ constexpr int kStrips = kSquareThreads / kLanes<kWords, kBits>;
 template <Words kWords, int kBits>
 constexpr int kSquares = kWords == Words::rows || kBits == 8 || kSharedKilobytes < 128 ? 1 : 4;
 
+// Blocks of a multiprocessor that registers must allow: what shared memory allows where tiles are turned in it.
+template <Words kWords, int kBits>
+constexpr int kSquareBlocks = kWords == Words::rows ? (kBits == 4 ? 6 : 5) : (kBits == 8 && kSharedKilobytes < 128 ? 3 : 4);
+
 // Eight codes of a row: nibbles of one word, or bytes of two.
 template <int kBits>
 struct alignas(kBits) Eight {

@@ -34,7 +34,13 @@ FLAGS = [
 ]
 
 # Waves that must fit a SIMD, by a kernel's name; the first that matches. Eight (gfx9) or sixteen (gfx11, gfx12) are the most.
-LEAST_OCCUPANCY = [("stream_kernel<Wmma", 6), ("stream_kernel", 2), ("gemm_kernel", 2), ("", 4)]
+LEAST_OCCUPANCY = [
+    *(("stream_kernel<Wmma", 6), ("stream_kernel", 2), ("gemm_kernel", 2)),
+    # 17 KB of local memory a block, for 256 columns of 64 rows of bytes.
+    *((f"{name}<(CodeReader::Words)1, 8", 3) for name in ("dequantize_squares_kernel", "act_order_kernel")),
+    ("dequantize_squares_kernel<(CodeReader::Words)2, 8", 3),
+    ("", 4),
+]
 # Vector-ALU instructions per weight in the main loop: gfx942, int4, one tile of 16 tokens, by the form of the scales.
 MOST_VALU = {"whole": 1.0, "pieces": 1.2}
 FORMS = ["whole", "pieces"]  # in the order of the kernels' enumeration
