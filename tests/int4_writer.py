@@ -148,7 +148,7 @@ def write_pair(model: Any, folder: Path, format: str, group_size: int) -> tuple[
                 if biases:
                     rounded[key] = rounded[key] | {"bias": biases[role][expert].clone()}
     model.save_pretrained(plain)
-    tensors = load_file(plain / "model.safetensors")
+    tensors = _as_published(plain)
     stored, taken = _stored_experts(tensors, rounded, exact)
     rest = {name: tensor for name, tensor in tensors.items() if name not in taken}
     quantised.mkdir()
@@ -159,6 +159,18 @@ def write_pair(model: Any, folder: Path, format: str, group_size: int) -> tuple[
     for other in plain.glob("generation_config.json"):
         shutil.copy(other, quantised)
     return plain, quantised
+
+
+def _as_published(plain: Path) -> Tensors:
+    """The tensors that transformers has saved. 5.24 saves the text layers of Kimi-K2.5 under the name that its vision
+    tower's have; they are published as layers.
+    """
+    tensors = load_file(plain / "model.safetensors")
+    wrong, right = "language_model.model.blocks.", "language_model.model.layers."
+    if any(name.startswith(wrong) for name in tensors):
+        tensors = {name.replace(wrong, right): tensor for name, tensor in tensors.items()}
+        save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    return tensors
 
 
 def write_mixed(

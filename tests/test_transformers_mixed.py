@@ -248,3 +248,56 @@ def test_layers_past_the_models_own_must_be_declared(deepseek: Path, tmp_path: P
         CheckpointError, match=r"has experts in layers \[1\], the checkpoint in layers \[1, 2\]"
     ):
         load(mixed)
+
+
+# Linears that the model keeps as one and the checkpoint as two, as MiniMax-M3 does with its shared experts.
+
+
+@pytest.fixture(scope="module")
+def minimax(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("minimax")
+    tiny_model("minimax_m3_vl").save_pretrained(folder)
+    return folder
+
+
+def write_joined(minimax: Path, folder: Path, gate: Any, up: Any) -> tuple[Path, Path]:
+    """Shared experts of a MiniMax-M3, gate and up projection stored as (bits, group size) say; None = float."""
+    choose = by_pattern((r"shared_experts\.gate", gate), (r"shared_experts\.up", up))
+    named = {"gate_proj": gate, "up_proj": up}
+    targets = [([rf"re:.*shared_experts\.{leaf}"], *scheme) for leaf, scheme in named.items() if scheme]
+    return write_mixed(minimax, folder, "compressed_tensors", choose, groups(*targets))
+
+
+def joined_linears(model: Any) -> list[torch.nn.Module]:
+    return [m for name, m in model.named_modules() if name.endswith("shared_experts.gate_up_proj")]
+
+
+def test_parts_of_one_linear_are_joined(minimax: Path, tmp_path: Path) -> None:
+    plain, mixed = write_joined(minimax, tmp_path, (4, 16), (4, 16))
+    auto = transformers.AutoModelForImageTextToText
+    want = logits(auto.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager"))
+    for weights, kind in (("packed", int4_emu.Int4Linear), ("dequantized", torch.nn.Linear)):
+        model = load(mixed, weights)
+        assert {type(linear) for linear in joined_linears(model)} == {kind}
+        assert error(logits(model), want) < BOUND
+
+
+def test_parts_of_several_widths_are_dequantised(minimax: Path, tmp_path: Path) -> None:
+    plain, mixed = write_joined(minimax, tmp_path, (4, 16), (8, 16))
+    auto = transformers.AutoModelForImageTextToText
+    want = logits(auto.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager"))
+    model = load(mixed)
+    assert {type(linear) for linear in joined_linears(model)} == {torch.nn.Linear}
+    assert error(logits(model), want) < BOUND
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj and \S+up_proj are one Linear .* bits differs: 4 and 8"
+    ):
+        load(mixed, "packed")
+
+
+def test_a_part_left_in_floating_point_is_named(minimax: Path, tmp_path: Path) -> None:
+    _, mixed = write_joined(minimax, tmp_path, (4, 16), None)
+    with pytest.raises(
+        CheckpointError, match=r"joins 2 tensors in \S+gate_up_proj, of which .*gate_proj quantised"
+    ):
+        load(mixed)

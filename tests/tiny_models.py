@@ -41,12 +41,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16,
     },
     "glm4_moe_lite": _LATENT_ATTENTION,
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "glm_moe_dsa": _LATENT_ATTENTION,
+    "hy_v4_vl_text": {
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "inkling_text": {"unpadded_vocab_size": 96, "dense_intermediate_size": 96},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
     "kimi_linear": {**_MIXED_ATTENTION, "num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
+    "minimax_m3_vl_text": {"shared_intermediate_size": 80, "dense_intermediate_size": 112},
     "qwen3_5_moe_text": _MIXED_ATTENTION,
     "qwen3_next": _MIXED_ATTENTION,
     "qwen4_exp_text": {
@@ -61,15 +67,19 @@ _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
     "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0], "vision_output_dim": 64, "projector_input_dim": 32,
-    "projector_output_dim": 64,
+    "projector_output_dim": 64, "pos_emb_height": 4, "pos_emb_width": 4,
 }  # fmt: skip
 # Models around a text model, and its type.
 COMPOSITE = {
     "gemma4": "gemma4_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "hy_v4_vl": "hy_v4_vl_text",
+    "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "minimax_m3_vl": "minimax_m3_vl_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
 }
 
 

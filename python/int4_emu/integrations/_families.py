@@ -11,12 +11,12 @@ from ..errors import CheckpointError
 TESTED = (
     "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
     "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
-    "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe",
-    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text",
-    "jamba", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4", "llama4_text", "mellum",
+    "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "granitemoe",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl", "inkling_text",
+    "jamba", "kimi_k25", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4", "llama4_text", "mellum",
     "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "nemotron_h",
     "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
-    "qwen4_exp_text", "solar_open", "zaya",
+    "qwen4_exp", "qwen4_exp_text", "solar_open", "zaya",
 )  # fmt: skip
 # Model types of published configurations that transformers does not know and another type's code runs.
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -32,9 +32,7 @@ REFUSED = {
     "diffusion_gemma": "it writes whole blocks by diffusion, which has not been tested",
     "dots3_note": _UNTESTED_WRAPPER,
     "ernie4_5_vl_moe": "its text and vision experts of different sizes are counted through in one list",
-    "glm4v_moe": _UNTESTED,
     "glm5_next": _UNTESTED,
-    "hy_v4_vl": _UNTESTED,
     "inkling2": _SOFT_CAPPED,
     "inkling2_text": _SOFT_CAPPED,
     "inkling2_loop": _SOFT_CAPPED,
@@ -49,7 +47,6 @@ REFUSED = {
     "openai_privacy_filter": "it labels tokens, and only models that generate have been tested",
     "qwen3_omni_moe": "its thinker and its talker both have experts in layers of the same numbers",
     "qwen3_omni_moe_thinker": _UNTESTED,
-    "qwen4_exp": _UNTESTED_WRAPPER,
     "step3p7": "its experts clamp the gate after the activation, which no activation of int4_emu does",
     "switch_transformers": "its experts are modules of an encoder-decoder that drops tokens beyond a capacity",
     "unlimited_ocr": _UNTESTED,

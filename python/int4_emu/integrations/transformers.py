@@ -151,7 +151,7 @@ def from_pretrained(
     check_model_type(checkpoint.config)
     if not isinstance(dtype, torch.dtype):
         dtype = _stored_dtype(checkpoint.model.config, checkpoint.config)
-    known_type = ALIASES.get(checkpoint.model.model_type)
+    known_type = ALIASES.get(checkpoint.config.get("model_type", ""))
     if known_type is not None and hf_kwargs.get("config") is None:
         hf_kwargs["config"] = _config_of_type(transformers, known_type, checkpoint.config, hf_kwargs)
     config, kwargs = _read_config(transformers, path, hf_kwargs)
