@@ -90,6 +90,7 @@ ISA_FLAGS = {
         "-mavx512dq",
         "-mavx512vl",
         "-mavx512bf16",
+        "-mavx512vnni",
     ],
     "tile_amx.cpp": [
         "-mavx2",
@@ -100,8 +101,10 @@ ISA_FLAGS = {
         "-mavx512dq",
         "-mavx512vl",
         "-mavx512bf16",
+        "-mavx512vnni",
         "-mamx-tile",
         "-mamx-bf16",
+        "-mamx-int8",
     ],
 }
 ISA_WARNINGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]

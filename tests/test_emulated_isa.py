@@ -48,6 +48,7 @@ def test_avx512_and_amx_agree_with_double_precision(tmp_path: Path) -> None:
             "product fp32",
             "product bf16",
             "cuts bf16",
+            "whole products",
             "activations",
             "combine",
             "dequantize, bits",

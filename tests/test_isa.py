@@ -16,7 +16,7 @@ FLAGS = {
     "portable": set(),
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw"},
-    "amx": {"amx_tile", "amx_bf16"},
+    "amx": {"amx_tile", "amx_bf16", "amx_int8"},
 }
 
 

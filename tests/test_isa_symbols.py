@@ -31,8 +31,12 @@ pytestmark = [
 ]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"]
-ISA_FLAGS = {"tile_avx2": AVX2, "tile_avx512": AVX512, "tile_amx": [*AVX512, "-mamx-tile", "-mamx-bf16"]}
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"]
+ISA_FLAGS = {
+    "tile_avx2": AVX2,
+    "tile_avx512": AVX512,
+    "tile_amx": [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+}
 # ymm, zmm, mask and tile registers, and VEX or EVEX encodings of anything else.
 WIDE = re.compile(r"%(?:ymm|zmm|tmm|k[0-7]\b)|\t(?:v[a-z]|ldtilecfg|tilerelease)")
 

@@ -13,7 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ["csrc", "cmake", "python", "setup.py", "build_tools.py", "pyproject.toml", "README.md", "LICENSE"]
 # What cmake/tests compiles.
-NEEDED += ["tests/native/selfcheck.cpp", "tests/native/reference.h", "tests/gpu/*.cu", "tests/gpu/*.h"]
+NEEDED += [
+    "tests/native/selfcheck.cpp",
+    "tests/native/reference.h",
+    "tests/native/whole_products.h",
+    "tests/gpu/*.cu",
+    "tests/gpu/*.h",
+]
 
 
 def test_the_source_distribution_is_complete(tmp_path: Path) -> None:

@@ -67,10 +67,12 @@ Features detect_features() {
   if (f.avx2 != nullptr) f.avx512 = f.avx2;
   else if (!has(extended.ebx, bit(16) | bit(17) | bit(30) | bit(31))) f.avx512 = "the CPU has no AVX-512 F, BW, DQ and VL";
   else if (!has(extended1.eax, bit(5))) f.avx512 = "the CPU has no AVX-512 BF16";
+  else if (!has(extended.ecx, bit(11))) f.avx512 = "the CPU has no AVX-512 VNNI";
   else if (!has(state, kZmmState)) f.avx512 = "the operating system does not save AVX-512 registers";
 
   if (f.avx512 != nullptr) f.amx = f.avx512;
   else if (!has(extended.edx, bit(22) | bit(24))) f.amx = "the CPU has no AMX-BF16";
+  else if (!has(extended.edx, bit(25))) f.amx = "the CPU has no AMX-INT8";
   else if (!has(state, kTileState)) f.amx = "the operating system does not save AMX tiles";
   else f.amx = request_tiles();
   return f;

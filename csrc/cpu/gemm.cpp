@@ -37,14 +37,32 @@ Blocking choose_blocking(const Weight& weight, int64_t m, int64_t n, bool direct
 Projection::Projection(const TileTable& table, const Weight& weight, DType x)
     : weight_(weight),
       functions_(takes_bf16(table, weight, x) ? table.bf16 : table.f32),
+      product_(table.product),
+      dtype_(x),
       k_multiple_(table.k_multiple),
       element_bytes_(takes_bf16(table, weight, x) ? 2 : 4),
       same_type_(!weight.packed && weight.dtype == (takes_bf16(table, weight, x) ? DType::bf16 : DType::f32)) {}
 
-void Projection::pack(const Unit& unit, const void* x, DType dtype, int64_t x_stride, const int64_t* rows, const float* row_scale,
-                      char* packed) const {
+int64_t Projection::packed_bytes(int64_t m) const {
+  const size_t bytes = whole(m) ? product_.packed_x_bytes(weight_, dtype_, m) : functions_.packed_x_bytes(m, weight_.k);
+  return round_up(static_cast<int64_t>(bytes), 64);
+}
+
+int64_t Projection::most_packed_bytes(int64_t m) const {
+  int64_t most = round_up(static_cast<int64_t>(functions_.packed_x_bytes(m, weight_.k)), 64);
+  // Which way a number of rows goes need not be monotonic; there are few of them.
+  for (int64_t i = 1; i <= m; ++i) {
+    const int64_t bytes = whole(i) ? packed_bytes(i) : 0;
+    most = bytes > most ? bytes : most;
+  }
+  return most;
+}
+
+void Projection::pack(const Unit& unit, const void* x, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const {
   const int32_t* perm = weight_.perm ? weight_.perm + unit.expert * weight_.k : nullptr;
-  functions_.pack_x({x, dtype, x_stride, rows, row_scale, perm, unit.m, weight_.k, packed + unit.packed});
+  const PackXArgs args{x, dtype_, x_stride, rows, row_scale, perm, unit.m, weight_.k, packed + unit.packed};
+  if (whole(unit.m)) product_.pack_x(weight_, args);
+  else functions_.pack_x(args);
 }
 
 // The product functions read whole vectors: rows whose length is no multiple of one cannot be read in place.
@@ -52,15 +70,21 @@ bool Projection::direct(int64_t m) const {
   return same_type_ && weight_.k_stride == 1 && weight_.k % k_multiple_ == 0 && m <= kDirectRows;
 }
 
-void Projection::multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* panel, float* c, int64_t ldc) const {
+void Projection::multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* scratch, float* c, int64_t ldc) const {
   // A sum of nothing: no block below would write it.
   if (weight_.k == 0) {
     for (int64_t i = 0; i < parts.count * unit.m * ldc; ++i) c[i] = 0.f;
   }
+  if (whole(unit.m)) {
+    product_.multiply({&weight_, unit.expert, packed + unit.packed, dtype_, unit.m, parts.count, {parts.row0[0], parts.row0[1]}, parts.step,
+                       n, c, ldc, scratch});
+    if (weight_.bias) add_bias(unit, parts, n, c, ldc);
+    return;
+  }
   const bool in_place = direct(unit.m);
   const Blocking block = choose_blocking(weight_, unit.m, n, in_place);
   const int64_t part_stride = unit.m * ldc;
-  char* const scratch = static_cast<char*>(panel);
+  char* const panel = static_cast<char*>(scratch);
   for (int64_t j = 0; j < n; j += block.columns) {
     const int64_t columns = n - j < block.columns ? n - j : block.columns;
     for (int64_t k0 = 0; k0 < weight_.k; k0 += block.depth) {
@@ -68,7 +92,7 @@ void Projection::multiply(const Unit& unit, const char* packed, const Parts& par
       const int64_t ld = round_up(k, k_multiple_);
       // Interleaved parts are neighbouring rows: one run of the matrix, of which each part takes every other panel row.
       if (!in_place && parts.step == 2) {
-        functions_.load_panel({&weight_, unit.expert, parts.row0[0] + 2 * j, 2 * columns, k0, k, scratch, ld});
+        functions_.load_panel({&weight_, unit.expert, parts.row0[0] + 2 * j, 2 * columns, k0, k, panel, ld});
       }
       // Blocks along k add into c, in the same order for every caller.
       for (int p = 0; p < parts.count; ++p) {
@@ -80,11 +104,11 @@ void Projection::multiply(const Unit& unit, const char* packed, const Parts& par
           args.w = static_cast<const char*>(weight_.data) + offset * element_bytes_;
           args.ldw = weight_.n_stride * parts.step;
         } else if (parts.step == 2) {
-          args.w = scratch + p * ld * element_bytes_;
+          args.w = panel + p * ld * element_bytes_;
           args.ldw = 2 * ld;
         } else {
-          functions_.load_panel({&weight_, unit.expert, row, columns, k0, k, scratch, ld});
-          args.w = scratch;
+          functions_.load_panel({&weight_, unit.expert, row, columns, k0, k, panel, ld});
+          args.w = panel;
           args.ldw = ld;
         }
         functions_.gemm(args);
@@ -116,12 +140,9 @@ int64_t append_units(int64_t expert, int64_t row0, int64_t rows, Unit* units, in
 }
 
 int64_t packed_capacity(const Projection& projection, int64_t rows) {
-  const auto bytes = [&](int64_t m) {
-    return round_up(static_cast<int64_t>(projection.functions().packed_x_bytes(m, projection.weight().k)), 64);
-  };
   if (rows == 0) return 0;
   // Few rows: each may be a unit of its own.
-  const int64_t unit = bytes(rows < kUnitRows ? rows : kUnitRows), separate = rows * bytes(1);
+  const int64_t unit = projection.most_packed_bytes(rows < kUnitRows ? rows : kUnitRows), separate = rows * projection.packed_bytes(1);
   const int64_t wanted = separate < kWaveBytes ? separate : kWaveBytes;
   return wanted > unit ? wanted : unit;
 }
@@ -130,12 +151,11 @@ int64_t next_wave(const Projection& first, const Projection* second, Unit* units
                   int64_t rows) {
   int64_t used = 0, end = begin;
   for (; end < count; ++end) {
-    int64_t bytes = static_cast<int64_t>(first.functions().packed_x_bytes(units[end].m, first.weight().k));
+    int64_t bytes = first.packed_bytes(units[end].m);
     if (second) {
-      const int64_t other = static_cast<int64_t>(second->functions().packed_x_bytes(units[end].m, second->weight().k));
+      const int64_t other = second->packed_bytes(units[end].m);
       bytes = other > bytes ? other : bytes;
     }
-    bytes = round_up(bytes, 64);
     // Offsets are those of the larger of the two: the second projection packs into the same places.
     if (end > begin && (used + bytes > capacity || units[end].row0 + units[end].m - units[begin].row0 > rows)) break;
     units[end].packed = static_cast<size_t>(used);

@@ -15,8 +15,10 @@ namespace int4_emu::cpu {
 
 // More rows of one expert than this make another unit: bounds the fp32 tiles that a worker holds.
 constexpr int64_t kUnitRows = 512;
-// Output columns of a task, and of a panel (one for the gate, one for the up rows).
-constexpr int64_t kTaskColumns = 64;
+// Output columns of a task, for few rows and for many, and of a panel (one for the gate, one for the up rows).
+constexpr int64_t kNarrowColumns = 64, kTaskColumns = 128;
+// More rows than this are many: their x fills a core's cache, so a task should use it for more columns.
+constexpr int64_t kNarrowRows = 32;
 constexpr int64_t kPanelColumns = 32;
 // Columns of the weight matrix in a panel; streamed panels have half the rows and twice the columns.
 constexpr int64_t kPanelDepth = 1024;
@@ -61,23 +63,30 @@ class Projection {
   };
 
   const Weight& weight() const { return weight_; }
-  const ComputeFunctions& functions() const { return functions_; }
+  // Bytes of the packed x of m rows, and the most that any unit of up to m rows takes.
+  int64_t packed_bytes(int64_t m) const;
+  int64_t most_packed_bytes(int64_t m) const;
   // Packed x of the rows of `unit`, taken from x row by row.
-  void pack(const Unit& unit, const void* x, DType dtype, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const;
-  // Elements of a worker's panel, each in at most four bytes; interleaved parts are loaded together.
-  int64_t panel_elements(bool interleaved) const {
+  void pack(const Unit& unit, const void* x, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const;
+  // Floats of a worker's scratch for units of up to m rows: a panel (interleaved parts are loaded together) or what a whole product needs.
+  int64_t scratch_floats(int64_t m, int parts, bool interleaved) const {
     const int64_t depth = round_up(weight_.k, 64);
-    return (interleaved ? 2 : 1) * kPanelColumns * (depth < kPanelDepth ? depth : kPanelDepth);
+    const int64_t panel = (interleaved ? 2 : 1) * kPanelColumns * (depth < kPanelDepth ? depth : kPanelDepth);
+    const int64_t whole = product_.serves ? parts * round_up(m, 32) * kTaskColumns : 0;
+    return panel > whole ? panel : whole;
   }
-  // c[part][m][n] (part stride m * ldc) = x * W^T + bias for n columns of each part. `panel` is the worker's scratch.
-  void multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* panel, float* c, int64_t ldc) const;
+  // c[part][m][n] (part stride m * ldc) = x * W^T + bias for n columns of each part.
+  void multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* scratch, float* c, int64_t ldc) const;
 
  private:
   bool direct(int64_t m) const;
+  bool whole(int64_t m) const { return product_.serves != nullptr && product_.serves(weight_, dtype_, m); }
   void add_bias(const Unit& unit, const Parts& parts, int64_t n, float* c, int64_t ldc) const;
 
   const Weight& weight_;
   const ComputeFunctions& functions_;
+  const ProductFunctions& product_;
+  DType dtype_;  // of x
   int64_t k_multiple_, element_bytes_;
   bool same_type_;  // dense weights already in the compute type
 };
@@ -105,6 +114,13 @@ void run_tasks(const Parallel& parallel, const TileTable& table, int64_t tasks, 
 int64_t append_units(int64_t expert, int64_t row0, int64_t rows, Unit* units, int64_t count);
 // The most units that `rows` rows over `experts` experts can make.
 constexpr int64_t max_units(int64_t rows, int64_t experts) { return (experts < rows ? experts : rows) + rows / kUnitRows; }
+
+// Output columns of a task over units begin..end.
+inline int64_t task_columns(const Unit* units, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i)
+    if (units[i].m > kNarrowRows) return kTaskColumns;
+  return kNarrowColumns;
+}
 
 // Bytes that packed x may take at once. Enough for any single unit; beyond kWaveBytes the units go in waves.
 int64_t packed_capacity(const Projection& projection, int64_t rows);

@@ -11,19 +11,20 @@ namespace {
 struct Plan {
   Plan(const GroupedGemmProblem& p, const TileTable& table, int threads, Arena& arena) : projection(table, p.weight, p.dtype) {
     packed_bytes = packed_capacity(projection, p.rows);
-    tile_floats = (p.rows < kUnitRows ? p.rows : kUnitRows) * kTaskColumns;
+    const int64_t unit_rows = p.rows < kUnitRows ? p.rows : kUnitRows;
+    tile_floats = unit_rows * kTaskColumns;
     units = arena.take<Unit>(max_units(p.rows, p.weight.experts));
     packed = arena.take<char>(packed_bytes);
-    panel_floats = projection.panel_elements(false);
-    panels = arena.take<float>(threads * panel_floats);
+    scratch_floats = round_up(projection.scratch_floats(unit_rows, 1, false), 16);
+    scratch = arena.take<float>(threads * scratch_floats);
     tiles = arena.take<float>(threads * tile_floats);
   }
 
   Projection projection;
-  int64_t packed_bytes, panel_floats, tile_floats;
+  int64_t packed_bytes, scratch_floats, tile_floats;
   Unit* units;
   char* packed;
-  float *panels, *tiles;  // per worker: a weight panel; fp32 outputs [unit rows][kTaskColumns]
+  float *scratch, *tiles;  // per worker: scratch of a product; fp32 outputs [unit rows][kTaskColumns]
 };
 
 void zero_rows(const GroupedGemmProblem& p, int64_t begin, int64_t end) {
@@ -56,19 +57,19 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
   for (int64_t e = 0; e < experts; ++e) units = append_units(e, p.offsets[e], p.offsets[e + 1] - p.offsets[e], plan.units, units);
 
   const Parallel pool = pool_for(parallel, p.rows, experts, columns * p.weight.k);
-  const int64_t chunks = ceil_div(columns, kTaskColumns);
   for (int64_t begin = 0; begin < units;) {
     const int64_t end = next_wave(plan.projection, nullptr, plan.units, begin, units, plan.packed_bytes, p.rows);
+    const int64_t width = task_columns(plan.units, begin, end), chunks = ceil_div(columns, width);
     run_tasks(pool, table, end - begin, [&](int64_t, int64_t i) {
       const Unit& unit = plan.units[begin + i];
       const char* x = static_cast<const char*>(p.x) + unit.row0 * p.x_stride * dtype_bytes(p.dtype);
-      plan.projection.pack(unit, x, p.dtype, p.x_stride, nullptr, nullptr, plan.packed);
+      plan.projection.pack(unit, x, p.x_stride, nullptr, nullptr, plan.packed);
     });
     run_tasks(pool, table, (end - begin) * chunks, [&](int64_t worker, int64_t task) {
       const Unit& unit = plan.units[begin + task / chunks];
-      const int64_t n0 = task % chunks * kTaskColumns, n = columns - n0 < kTaskColumns ? columns - n0 : kTaskColumns;
+      const int64_t n0 = task % chunks * width, n = columns - n0 < width ? columns - n0 : width;
       float* c = plan.tiles + worker * plan.tile_floats;
-      plan.projection.multiply(unit, plan.packed, {1, {n0, 0}, 1}, n, plan.panels + worker * plan.panel_floats, c, kTaskColumns);
+      plan.projection.multiply(unit, plan.packed, {1, {n0, 0}, 1}, n, plan.scratch + worker * plan.scratch_floats, c, kTaskColumns);
       // A sum of one row with weight one: rounds fp32 to the output's dtype.
       const float one = 1.f;
       for (int64_t i = 0; i < unit.m; ++i) {

@@ -39,22 +39,23 @@ struct Plan {
     packed = arena.take<char>(packed_bytes);
     h = arena.take<char>(wave_rows * h_row);
     y = arena.take<float>(slots * p.hidden);
-    const int64_t up = w13.panel_elements(p.w13_order == W13Order::interleaved), down = w2.panel_elements(false);
-    panel_floats = up > down ? up : down;
-    panels = arena.take<float>(threads * panel_floats);
+    const int64_t up = w13.scratch_floats(unit_rows, gated(p.activation.kind) ? 2 : 1, p.w13_order == W13Order::interleaved);
+    const int64_t down = w2.scratch_floats(unit_rows, 1, false);
+    scratch_floats = round_up(up > down ? up : down, 16);
+    scratch = arena.take<float>(threads * scratch_floats);
     tiles = arena.take<float>(threads * tile_floats);
     combine_rows = arena.take<int64_t>(threads * p.topk);
     combine_weights = arena.take<float>(threads * p.topk);
   }
 
   Projection w13, w2;
-  int64_t tokens, packed_bytes, wave_rows, ldh, panel_floats, tile_floats;
+  int64_t tokens, packed_bytes, wave_rows, ldh, scratch_floats, tile_floats;
   int64_t *offsets, *cursor;     // [E + 1], [E]
   int64_t *sorted, *position;    // [slots]: row -> token (after sorting), slot -> row or -1
   float* row_scale;              // [slots] router weight of each row, when it multiplies the input
   Unit* units;
   char *packed, *h;              // packed x and h [wave_rows][ldh], in x's dtype, of one wave
-  float *y, *panels, *tiles;     // y [rows][H]; per worker: a weight panel, fp32 tiles of gate and up
+  float *y, *scratch, *tiles;    // y [rows][H]; per worker: scratch of a product, fp32 tiles of gate and up
   int64_t* combine_rows;         // [threads][k]
   float* combine_weights;
 };
@@ -104,10 +105,10 @@ class Layer {
   // body(worker, unit, n0, n) over units begin..end times runs of output columns.
   template <class Body>
   void for_columns(int64_t begin, int64_t end, int64_t n, const Body& body) {
-    const int64_t chunks = ceil_div(n, kTaskColumns);
+    const int64_t columns = task_columns(plan_.units, begin, end), chunks = ceil_div(n, columns);
     run_tasks(parallel_, table_, (end - begin) * chunks, [&](int64_t worker, int64_t task) {
-      const int64_t n0 = task % chunks * kTaskColumns;
-      body(worker, plan_.units[begin + task / chunks], n0, n - n0 < kTaskColumns ? n - n0 : kTaskColumns);
+      const int64_t n0 = task % chunks * columns;
+      body(worker, plan_.units[begin + task / chunks], n0, n - n0 < columns ? n - n0 : columns);
     });
   }
 
@@ -119,7 +120,7 @@ class Layer {
   void project_up(int64_t begin, int64_t end) {
     run_tasks(parallel_, table_, end - begin, [&](int64_t, int64_t i) {
       const Unit& unit = plan_.units[begin + i];
-      plan_.w13.pack(unit, p_.x, p_.dtype, p_.x_stride, plan_.sorted + unit.row0, p_.weight_on_input ? plan_.row_scale + unit.row0 : nullptr,
+      plan_.w13.pack(unit, p_.x, p_.x_stride, plan_.sorted + unit.row0, p_.weight_on_input ? plan_.row_scale + unit.row0 : nullptr,
                      plan_.packed);
     });
     const bool gate = gated(p_.activation.kind), halves = p_.w13_order == W13Order::halves;
@@ -128,7 +129,7 @@ class Layer {
       Projection::Parts parts{gate ? 2 : 1, {n0, p_.intermediate + n0}, 1};
       if (gate && !halves) parts = {2, {2 * n0, 2 * n0 + 1}, 2};
       float* c = plan_.tiles + worker * plan_.tile_floats;
-      plan_.w13.multiply(unit, plan_.packed, parts, n, plan_.panels + worker * plan_.panel_floats, c, kTaskColumns);
+      plan_.w13.multiply(unit, plan_.packed, parts, n, plan_.scratch + worker * plan_.scratch_floats, c, kTaskColumns);
       char* h = h_rows(begin, unit) + n0 * dtype_bytes(p_.dtype);
       table_.activate(p_.activation, c, gate ? c + unit.m * kTaskColumns : nullptr, kTaskColumns, unit.m, n, h, plan_.ldh, p_.dtype);
     });
@@ -137,12 +138,12 @@ class Layer {
   void project_down(int64_t begin, int64_t end) {
     run_tasks(parallel_, table_, end - begin, [&](int64_t, int64_t i) {
       const Unit& unit = plan_.units[begin + i];
-      plan_.w2.pack(unit, h_rows(begin, unit), p_.dtype, plan_.ldh, nullptr, nullptr, plan_.packed);
+      plan_.w2.pack(unit, h_rows(begin, unit), plan_.ldh, nullptr, nullptr, plan_.packed);
     });
     for_columns(begin, end, p_.hidden, [&](int64_t worker, const Unit& unit, int64_t n0, int64_t n) {
       // Through a compact tile: rows of y lie a power of two apart and would fight for the same cache sets.
       float* c = plan_.tiles + worker * plan_.tile_floats;
-      plan_.w2.multiply(unit, plan_.packed, {1, {n0, 0}, 1}, n, plan_.panels + worker * plan_.panel_floats, c, kTaskColumns);
+      plan_.w2.multiply(unit, plan_.packed, {1, {n0, 0}, 1}, n, plan_.scratch + worker * plan_.scratch_floats, c, kTaskColumns);
       for (int64_t i = 0; i < unit.m; ++i) {
         float* row = plan_.y + (unit.row0 + i) * p_.hidden + n0;
         for (int64_t j = 0; j < n; ++j) row[j] = c[i * kTaskColumns + j];

@@ -77,11 +77,37 @@ struct ComputeFunctions {
   void (*gemm)(const GemmArgs&);
 };
 
+// c[p][i][j] = sum over all k of x[i][k] * w[row0[p] + j * step][k], for the rows of one unit and n columns of one or two parts.
+struct ProductArgs {
+  const Weight* weight;
+  int64_t expert;
+  const void* packed_x;   // as pack_x of the same ProductFunctions wrote it
+  DType dtype;            // of x before it was packed
+  int64_t m;
+  int parts;              // 1, or 2: gate and up
+  int64_t row0[2], step;
+  int64_t n;
+  float* c;               // [parts][m][ldc], overwritten
+  int64_t ldc;
+  void* scratch;          // of this thread: [parts][m rounded up to 32][n rounded up to 32] floats, 64-byte aligned
+};
+
+// A whole product from the weights as they are stored, for weights and numbers of rows to which a set has a better way than panels in
+// the compute type: exact codes with the scale of each group in fp32, or panels in the order of its own tiles.
+struct ProductFunctions {
+  // Whether m rows of x of this dtype can be multiplied by this weight; the other three are called only then.
+  bool (*serves)(const Weight& weight, DType x, int64_t m);
+  size_t (*packed_x_bytes)(const Weight& weight, DType x, int64_t m);
+  void (*pack_x)(const Weight& weight, const PackXArgs& args);  // args.out: packed_x_bytes
+  void (*multiply)(const ProductArgs& args);
+};
+
 struct TileTable {
   const char* name;
   int64_t k_multiple;                 // k blocks and panel rows are padded to this many elements
   ComputeFunctions f32;
   ComputeFunctions bf16;              // null pointers where the set has no bf16 dot product
+  ProductFunctions product;           // null pointers where panels are all there is
   // h[i][j] = act(gate, up) in fp32, rounded to `dtype`; gate, up fp32 [m][ld] (up null without gate), h [m][ldh].
   void (*activate)(const ActivationSpec&, const float* gate, const float* up, int64_t ld, int64_t m, int64_t n, void* h, int64_t ldh, DType dtype);
   // out[j] = sum over i of weight[i] * y[rows[i]][j] in fp32, in order of i, rounded to dtype; y fp32 [*][n].

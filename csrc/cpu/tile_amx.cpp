@@ -1,4 +1,4 @@
-// The AMX tile table: bf16 compute on tdpbf16ps, the rest as in AVX-512. Needs AMX-TILE, AMX-BF16 and what tile_avx512.cpp needs.
+// The AMX tile table: bf16 compute on tdpbf16ps, the rest as in AVX-512. Needs AMX-TILE, AMX-BF16, AMX-INT8 and what tile_avx512.cpp needs.
 //
 // A tile of weights is 16 rows of a panel by 32 columns, read in place: it is the A operand. x is packed into B tiles, two
 // neighbouring k side by side: [ceil(m / 16)][k / 2][16 rows of x][2]. A sum tile is therefore transposed: [16 rows of w][16 rows of x].
@@ -6,8 +6,9 @@
 #include "tile.h"
 
 // (clang before 16 spells the first two without the second underscore)
-#if (defined(__AMX_TILE__) || defined(__AMXTILE__)) && (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512F__) && \
-    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+#if (defined(__AMX_TILE__) || defined(__AMXTILE__)) && (defined(__AMX_BF16__) || defined(__AMXBF16__)) && \
+    (defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__AVX512F__) && \
+    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 #include "simd_avx512.h"
 // (order matters: each builds on the one before)
@@ -16,66 +17,20 @@
 #include "simd_transposed.h"
 #include "simd_tile.h"
 #include "simd_bf16.h"
+#include "simd_split512.h"
+#include "simd_codes512.h"
+#include "simd_limbs512.h"
+#include "simd_amx_tiles.h"
+#include "simd_amx_codes.h"
+#include "simd_amx_limbs.h"
+#include "simd_amx_panels.h"
 
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kTile = 16;  // rows of a tile; a row is 64 bytes
 constexpr int64_t kPairBytes = kTile * 4;  // one pair of k of a B tile
 
-// gcc 12 does not tell its optimiser that ldtilecfg and tileloadd read memory: stores before them would be dropped as dead.
-inline void finish_stores(const void* p) { __asm__ volatile("" ::"r"(p) : "memory"); }
-
-struct alignas(64) TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-};
-static_assert(sizeof(TileConfig) == 64, "ldtilecfg reads 64 bytes");
-
-void begin_thread() {
-  TileConfig config;
-  __builtin_memset(&config, 0, sizeof config);
-  config.palette = 1;
-  for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = 64;
-    config.rows[i] = kTile;
-  }
-  finish_stores(&config);
-  _tile_loadconfig(&config);
-}
-
-void end_thread() { _tile_release(); }
-
 size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(round_up_to(m, kTile) * round_up_to(k, kKMultiple)) * 2; }
-
-// 16 vectors of 16 dwords, transposed.
-inline void transpose16(__m512i v[16]) {
-  __m512i t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {  // v[i + c]: column c of each 4 x 4 block of rows i..i + 3
-    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) {  // columns c, c + 4, c + 8, c + 12 are the 128-bit quarters
-    const __m512i a = _mm512_shuffle_i32x4(v[c], v[c + 4], 0x44), b = _mm512_shuffle_i32x4(v[c], v[c + 4], 0xee);
-    const __m512i d = _mm512_shuffle_i32x4(v[c + 8], v[c + 12], 0x44), e = _mm512_shuffle_i32x4(v[c + 8], v[c + 12], 0xee);
-    t[c] = _mm512_shuffle_i32x4(a, d, 0x88);
-    t[c + 4] = _mm512_shuffle_i32x4(a, d, 0xdd);
-    t[c + 8] = _mm512_shuffle_i32x4(b, e, 0x88);
-    t[c + 12] = _mm512_shuffle_i32x4(b, e, 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) v[i] = t[i];
-}
 
 void pack_x_bf16(const PackXArgs& a) {
   const int64_t ld = round_up_to(a.k, kKMultiple);
@@ -252,10 +207,54 @@ void gemm_amx(const GemmArgs& a) {
   }
 }
 
+// Which way m rows go, by what was measured (docs/performance.md). A few rows of bf16 x go in integers, on vectors or, in groups that fill
+// a vector of codes, on tiles; many rows are worth a panel of rounded weights; what rounding may not touch multiplies exact codes.
+enum class Way { none, limbs, limb_tiles, exact, panels };
+constexpr int64_t kFewRows = 2;        // by vectors where tiles could do it, too
+constexpr int64_t kExactFewRows = 32;  // by exact codes before panels pay; dense weights stay in place up to here
+
+Way way_of(const Weight& w, DType x, int64_t m) {
+  const bool tiles = serves_limb_tiles(w, x, m);
+  if (serves_limbs(w, x, m) && (m <= kFewRows || !tiles)) return Way::limbs;
+  if (tiles) return Way::limb_tiles;
+  if ((x != DType::bf16 || m <= kExactFewRows) && serves_exact(w, m)) return Way::exact;
+  return m > kExactFewRows && serves_panels(w, x) ? Way::panels : Way::none;
+}
+
+bool serves(const Weight& w, DType x, int64_t m) { return way_of(w, x, m) != Way::none; }
+
+size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
+  switch (way_of(w, x, m)) {
+    case Way::limbs: return packed_x_bytes_limbs(w, m);
+    case Way::limb_tiles: return packed_x_bytes_limb_tiles(w, m);
+    case Way::exact: return packed_x_bytes_exact(w, x, m);
+    default: return packed_x_bytes_panels(w, m);
+  }
+}
+
+void pack_x(const Weight& w, const PackXArgs& a) {
+  switch (way_of(w, a.dtype, a.m)) {
+    case Way::limbs: return pack_x_limbs(w, a);
+    case Way::limb_tiles: return pack_x_limb_tiles(w, a);
+    case Way::exact: return pack_x_exact(w, a);
+    default: return pack_x_panels(w, a);
+  }
+}
+
+void multiply(const ProductArgs& a) {
+  switch (way_of(*a.weight, a.dtype, a.m)) {
+    case Way::limbs: return multiply_limbs(a);
+    case Way::limb_tiles: return multiply_limb_tiles(a);
+    case Way::exact: return multiply_exact(a);
+    default: return multiply_panels(a);
+  }
+}
+
 const TileTable kTable = {"amx",
                           kKMultiple,
                           {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
                           {packed_x_bytes_bf16, pack_x_bf16, load_panel_as<DType::bf16>, gemm_amx},
+                          {serves, packed_x_bytes, pack_x, multiply},
                           activate,
                           combine,
                           dequantize_row,

@@ -1,7 +1,8 @@
-// The AVX-512 tile table: fp32 compute, and bf16 compute on vdpbf16ps. Needs AVX-512 F, BW, DQ, VL and BF16.
+// The AVX-512 tile table: fp32 compute, and bf16 compute on vdpbf16ps. Needs AVX-512 F, BW, DQ, VL, BF16 and VNNI.
 #include "tile.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
+    defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 #include "simd_avx512.h"
 // (order matters: each builds on the one before)
@@ -10,6 +11,10 @@
 #include "simd_transposed.h"
 #include "simd_tile.h"
 #include "simd_bf16.h"
+#include "simd_split512.h"
+#include "simd_codes512.h"
+#include "simd_dots512.h"
+#include "simd_limbs512.h"
 
 namespace int4_emu::cpu {
 namespace {
@@ -19,10 +24,28 @@ size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(m 
 
 void pack_x_bf16(const PackXArgs& a) { pack_rows_bf16(a, round_up_to(a.k, kKMultiple), static_cast<uint16_t*>(a.out)); }
 
+// A few rows of x, from the codes where they lie: bf16 in integers, fp16 and fp32 as sums of bf16 numbers.
+bool serves_few(const Weight& w, DType x, int64_t m) { return x == DType::bf16 ? serves_limbs(w, x, m) : serves_codes(w, x, m); }
+
+size_t packed_x_bytes_few(const Weight& w, DType x, int64_t m) {
+  return x == DType::bf16 ? packed_x_bytes_limbs(w, m) : packed_x_bytes_dots(w, x, m);
+}
+
+void pack_x_few(const Weight& w, const PackXArgs& a) {
+  if (a.dtype == DType::bf16) pack_x_limbs(w, a);
+  else pack_x_dots(w, a);
+}
+
+void multiply_few(const ProductArgs& a) {
+  if (a.dtype == DType::bf16) multiply_limbs(a);
+  else multiply_dots(a);
+}
+
 const TileTable kTable = {"avx512",
                           kKMultiple,
                           {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
                           {packed_x_bytes_bf16, pack_x_bf16, load_panel_as<DType::bf16>, gemm_dot<DotBf16, kKMultiple>},
+                          {serves_few, packed_x_bytes_few, pack_x_few, multiply_few},
                           activate,
                           combine,
                           dequantize_row,

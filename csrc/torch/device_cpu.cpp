@@ -3,6 +3,10 @@
 #include <exception>
 #include <mutex>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "../cpu/api.h"
 #include "device.h"
 
@@ -36,6 +40,17 @@ Parallel pool() {
   return p;
 }
 
+// A large workspace is new to the process in every call: in huge pages, where the system has them on request, it costs few page faults.
+void advise_huge_pages(void* data, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(data), begin = (first + kPage - 1) & ~(kPage - 1), end = (first + bytes) & ~(kPage - 1);
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: a refusal changes nothing
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
 }  // namespace
 
 Status unpack(const PackedMatrix& m, uint8_t* out) { return cpu::unpack(m, out, pool()); }
@@ -56,6 +71,7 @@ Status fused_moe(const MoeProblem& p, const Tensor& like) {
   const Parallel parallel = pool();
   const size_t bytes = cpu::moe_workspace_bytes(p, parallel.threads);
   const Workspace workspace(like, bytes);
+  advise_huge_pages(workspace.data(), bytes);
   return cpu::fused_moe(p, workspace.data(), bytes, parallel);
 }
 
@@ -66,6 +82,7 @@ Status grouped_gemm(GroupedGemmProblem p, const Tensor& offsets, const Tensor& l
   const Parallel parallel = pool();
   const size_t bytes = cpu::grouped_gemm_workspace_bytes(p, parallel.threads);
   const Workspace workspace(like, bytes);
+  advise_huge_pages(workspace.data(), bytes);
   return cpu::grouped_gemm(p, workspace.data(), bytes, parallel);
 }
 

@@ -32,6 +32,7 @@ using U16 = Lanes<__m512i, uint16_t>;
 using U32 = Lanes<__m512i, uint32_t>;
 using I32 = Lanes<__m512i, int32_t>;
 using U64 = Lanes<__m512i, uint64_t>;
+using U8 = Lanes<__m512i, uint8_t>;
 using HalfU16 = Lanes<__m256i, uint16_t>;
 using QuarterU8 = Lanes<__m128i, uint8_t>;
 
@@ -58,6 +59,7 @@ EMULATED_BINARY(min_ps, F32, a < b ? a : b)  // the second operand where either 
 EMULATED_BINARY(max_ps, F32, a > b ? a : b)
 EMULATED_BINARY(add_epi32, U32, a + b)
 EMULATED_BINARY(sub_epi32, U32, a - b)
+EMULATED_BINARY(sub_epi8, U8, a - b)
 EMULATED_BINARY(and_si512, U64, a& b)
 EMULATED_BINARY(or_si512, U64, a | b)
 EMULATED_BINARY(srlv_epi32, U32, b > 31 ? 0 : a >> b)
@@ -82,6 +84,7 @@ inline __m512 roundscale_ps(F32 a) { return map<F32>(a, [](float x) { return std
 inline __m512 cvtepi32_ps(I32 a) { return map<F32>(a, [](int32_t x) { return static_cast<float>(x); }); }
 inline __m512i cvtps_epi32(F32 a) { return map<I32>(a, [](float x) { return _mm_cvtss_si32(_mm_set_ss(x)); }); }
 inline __m256i cvtepi32_epi16(U32 a) { return map<HalfU16>(a, [](uint32_t x) { return static_cast<uint16_t>(x); }); }
+inline __m128i cvtepi32_epi8(U32 a) { return map<QuarterU8>(a, [](uint32_t x) { return static_cast<uint8_t>(x); }); }
 inline __m512i cvtepu16_epi32(HalfU16 a) { return map<U32>(a, [](uint16_t x) { return uint32_t{x}; }); }
 inline __m512i cvtepu8_epi32(QuarterU8 a) { return map<U32>(a, [](uint8_t x) { return uint32_t{x}; }); }
 inline __m512 cvtph_ps(HalfU16 a) { return map<F32>(a, [](uint16_t x) { return _cvtsh_ss(x); }); }
@@ -118,10 +121,35 @@ inline __m512i castsi128_si512(__m128i a) {
   return out;
 }
 
+inline __m512i inserti32x4(__m512i a, __m128i b, int quarter) {
+  std::memcpy(reinterpret_cast<char*>(&a) + 16 * quarter, &b, 16);
+  return a;
+}
+// Bit i of a result is bit 4 a + 2 b + c of `table`, of bits i of the three.
+inline __m512i ternarylogic(U32 a, U32 b, U32 c, int table) {
+  for (int i = 0; i < 16; ++i) {
+    uint32_t out = 0;
+    for (int bit = 0; bit < 32; ++bit) {
+      const int row = (a.lane[i] >> bit & 1) * 4 + (b.lane[i] >> bit & 1) * 2 + (c.lane[i] >> bit & 1);
+      out |= static_cast<uint32_t>(table >> row & 1) << bit;
+    }
+    c.lane[i] = out;
+  }
+  return c;
+}
+
 // Lane i is table[index[i]]; the index is taken modulo the number of lanes.
 template <class L>
 inline typename L::Vector permutexvar(L index, L table) {
   return map<L>(index, [&](auto i) { return table.lane[i % L::kCount]; });
+}
+inline __m512 permutexvar_ps(U32 index, F32 table) {
+  return map<F32>(index, [&](uint32_t i) { return table.lane[i % 16]; });
+}
+inline __m512i masked_permutexvar_epi16(U16 otherwise, __mmask32 mask, U16 index, U16 table) {
+  for (int i = 0; i < 32; ++i)
+    if (mask >> i & 1) otherwise.lane[i] = table.lane[index.lane[i] % 32];
+  return otherwise;
 }
 // Quarters of a (twice) and of b (twice), two selector bits each.
 inline __m512i shuffle_i32x4(U64 a, U64 b, int selector) {
@@ -182,6 +210,30 @@ inline void masked_store(float* p, __mmask16 mask, F32 a) {
     if (mask >> i & 1) p[i] = a.lane[i];
 }
 
+// The elements of the mask, zeros elsewhere; nothing else is read.
+template <class V, class T>
+inline V masked_load_as(uint64_t mask, const void* p) {
+  Lanes<V, T> out;
+  std::memset(out.lane, 0, sizeof out.lane);
+  for (int i = 0; i < Lanes<V, T>::kCount; ++i)
+    if (mask >> i & 1) std::memcpy(&out.lane[i], static_cast<const char*>(p) + i * sizeof(T), sizeof(T));
+  return out;
+}
+
+// Nearest, ties to even; subnormal numbers become zero, NaN stays NaN.
+inline uint16_t narrow(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  if (std::isnan(f)) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  if (std::fabs(f) < 0x1p-126f) return static_cast<uint16_t>(bits >> 31 << 15);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline __m512bh cvtne2ps_pbh(F32 high, F32 low) {
+  Lanes<__m512bh, uint16_t> out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = narrow(low.lane[i]), out.lane[16 + i] = narrow(high.lane[i]);
+  return out;
+}
+
 inline float widen(uint16_t bf16) {
   const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
   float f;
@@ -193,6 +245,11 @@ inline __m512 dpbf16_ps(F32 sum, Lanes<__m512bh, uint16_t> a, Lanes<__m512bh, ui
     sum.lane[i] += widen(a.lane[2 * i + 1]) * widen(b.lane[2 * i + 1]);
     sum.lane[i] += widen(a.lane[2 * i]) * widen(b.lane[2 * i]);
   }
+  return sum;
+}
+
+inline __m512i dpbusd_epi32(I32 sum, U8 a, Lanes<__m512i, int8_t> b) {
+  for (int i = 0; i < 64; ++i) sum.lane[i / 4] += a.lane[i] * b.lane[i];
   return sum;
 }
 
@@ -235,6 +292,19 @@ inline void tile_multiply(int sums, int a, int b) {
       }
 }
 
+// sums[r][c] += a[r][k] * b[k][c], where a[r][k] are four unsigned and b[k][c] four signed bytes.
+inline void tile_multiply_bytes(int sums, int a, int b) {
+  if (tiles.row_bytes(a) / 4 != tiles.rows(b) || tiles.rows(sums) != tiles.rows(a)) std::abort();
+  for (int r = 0; r < tiles.rows(a); ++r)
+    for (int k = 0; k < tiles.rows(b); ++k)
+      for (int c = 0; c < tiles.row_bytes(sums) / 4; ++c) {
+        int32_t sum;
+        std::memcpy(&sum, &tiles.data[sums][r][4 * c], 4);
+        for (int i = 0; i < 4; ++i) sum += tiles.data[a][r][4 * k + i] * static_cast<int8_t>(tiles.data[b][k][4 * c + i]);
+        std::memcpy(&tiles.data[sums][r][4 * c], &sum, 4);
+      }
+}
+
 }  // namespace emulated
 
 #define __AVX512F__ 1
@@ -242,20 +312,25 @@ inline void tile_multiply(int sums, int a, int b) {
 #define __AVX512DQ__ 1
 #define __AVX512VL__ 1
 #define __AVX512BF16__ 1
+#define __AVX512VNNI__ 1
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 
 // Without optimisation gcc defines some intrinsics as macros.
 #undef _mm512_cmp_ps_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x8_ps
+#undef _mm512_inserti32x4
 #undef _mm512_roundscale_ps
 #undef _mm512_setr_epi32
 #undef _mm512_shuffle_i32x4
 #undef _mm512_slli_epi32
 #undef _mm512_srai_epi32
 #undef _mm512_srli_epi32
+#undef _mm512_ternarylogic_epi32
 #undef _tile_dpbf16ps
+#undef _tile_dpbusd
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
@@ -268,6 +343,11 @@ inline void tile_multiply(int sums, int a, int b) {
 #define _mm512_max_ps emulated::max_ps
 #define _mm512_add_epi32 emulated::add_epi32
 #define _mm512_sub_epi32 emulated::sub_epi32
+#define _mm512_sub_epi8 emulated::sub_epi8
+#define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
+#define _mm512_inserti32x4 emulated::inserti32x4
+#define _mm512_ternarylogic_epi32 emulated::ternarylogic
+#define _mm512_cvtne2ps_pbh emulated::cvtne2ps_pbh
 #define _mm512_and_si512 emulated::and_si512
 #define _mm512_or_si512 emulated::or_si512
 #define _mm512_srlv_epi32 emulated::srlv_epi32
@@ -280,6 +360,7 @@ inline void tile_multiply(int sums, int a, int b) {
 #define _mm512_cvtepi32_ps emulated::cvtepi32_ps
 #define _mm512_cvtps_epi32 emulated::cvtps_epi32
 #define _mm512_cvtepi32_epi16 emulated::cvtepi32_epi16
+#define _mm512_cvtepi32_epi8 emulated::cvtepi32_epi8
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
 #define _mm512_cvtepu8_epi32 emulated::cvtepu8_epi32
 #define _mm512_cvtph_ps emulated::cvtph_ps
@@ -298,6 +379,9 @@ inline void tile_multiply(int sums, int a, int b) {
 #define _mm512_cvtps_ph(a, rounding) emulated::cvtps_ph(a)
 #define _mm512_roundscale_ps(a, rounding) emulated::roundscale_ps(a)
 #define _mm512_setzero_ps() emulated::set1_ps(0.f)
+#define _mm512_setzero_si512() emulated::set1_epi32(0)
+#define _mm512_permutexvar_ps(i, t) emulated::permutexvar_ps(i, t)
+#define _mm512_mask_permutexvar_epi16(a, m, i, t) emulated::masked_permutexvar_epi16(a, m, i, t)
 #define _mm512_permutexvar_epi16(i, t) emulated::permutexvar<emulated::U16>(i, t)
 #define _mm512_permutexvar_epi32(i, t) emulated::permutexvar<emulated::U32>(i, t)
 #define _mm512_unpacklo_epi32(a, b) emulated::unpack<emulated::U32>(a, b, false)
@@ -316,6 +400,9 @@ inline void tile_multiply(int sums, int a, int b) {
 #define _mm512_store_si512(p, v) emulated::store<__m512i>(p, v, true)
 #define _mm512_storeu_si512(p, v) emulated::store<__m512i>(p, v, false)
 #define _mm512_maskz_loadu_ps(m, p) emulated::masked_load(m, p)
+#define _mm512_maskz_loadu_epi32(m, p) emulated::masked_load_as<__m512i, uint32_t>(m, p)
+#define _mm256_maskz_loadu_epi16(m, p) emulated::masked_load_as<__m256i, uint16_t>(m, p)
+#define _mm_maskz_loadu_epi8(m, p) emulated::masked_load_as<__m128i, uint8_t>(m, p)
 #define _mm512_mask_storeu_ps(p, m, v) emulated::masked_store(p, m, v)
 #define _tile_loadconfig(p) emulated::tile_configure(p)
 #define _tile_release() static_cast<void>(0)
@@ -323,3 +410,4 @@ inline void tile_multiply(int sums, int a, int b) {
 #define _tile_loadd(t, p, stride) emulated::tile_load(t, p, stride)
 #define _tile_stored(t, p, stride) emulated::tile_store(t, p, stride)
 #define _tile_dpbf16ps(sums, a, b) emulated::tile_multiply(sums, a, b)
+#define _tile_dpbusd(sums, a, b) emulated::tile_multiply_bytes(sums, a, b)

@@ -9,6 +9,7 @@
 
 #include "../../csrc/cpu/select.h"
 #include "reference.h"
+#include "whole_products.h"
 
 namespace {
 
@@ -19,40 +20,8 @@ using reference::Array;
 using reference::Packed;
 using reference::Random;
 
-int failures = 0;
-
-struct Worst {
-  double value = 0;
-  std::string where = "-";
-  void see(double v, const std::string& at) {
-    if (std::isnan(v)) v = INFINITY;
-    if (v > value) value = v, where = at;
-  }
-  // Prints the largest error, in units of what is allowed.
-  void report(const TileTable& t, const char* what) const {
-    const bool ok = value <= 1;
-    if (!ok) ++failures;
-    std::printf("%-8s %-22s %s  error / allowed %.3g  (%s)\n", t.name, what, ok ? "ok  " : "FAIL", value, where.c_str());
-  }
-};
-
-template <class T>
-T* aligned(std::vector<char>& bytes, size_t size) {
-  bytes.assign(size + 64, 0x55);
-  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(bytes.data()) + 63) / 64 * 64);
-}
-
 struct Shape {
   int64_t m, n, k;
-};
-
-// A weight of every kind, by number; `values` holds the exact fp32 weights of expert 1.
-struct TestWeight {
-  Weight w;
-  std::vector<double> values;  // [n][k]
-  std::vector<Array> dense;
-  std::vector<Packed> packed;
-  std::string name;
 };
 
 constexpr int kWeightKinds = 17;
@@ -365,6 +334,7 @@ int main(int argc, char** argv) {
       check_products(*t, t->bf16, DType::bf16, quick);
       check_invariance(*t, t->bf16, DType::bf16);
     }
+    if (t->product.serves != nullptr) check_whole_products(*t, quick);
     check_activations(*t);
     check_combine(*t);
     check_dequantize(*t);

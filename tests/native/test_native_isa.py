@@ -86,9 +86,9 @@ def test_features_agree_with_the_kernel_s_view(native: ModuleType) -> None:
     )
     features = native.features()
     avx2 = {"avx2", "fma", "f16c"} <= flags
-    avx512 = avx2 and {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"} <= flags
+    avx512 = avx2 and {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"} <= flags
     assert (features["avx2"] is None) == avx2
     assert (features["avx512"] is None) == avx512
     if features["amx"] is None:
         assert avx512
-        assert {"amx_tile", "amx_bf16"} <= flags
+        assert {"amx_tile", "amx_bf16", "amx_int8"} <= flags
