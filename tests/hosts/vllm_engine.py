@@ -3,8 +3,9 @@
     python vllm_engine.py JOBS.json
 
 JOBS.json: {"out": folder, "jobs": [{"name", "llm": options of vllm.LLM, "prompts": [[ids]], "max_tokens", "vocabulary"}]}.
-A job with `vocabulary` also gives the log-probabilities of every prompt position. Each job leaves out/NAME.json and, with
-log-probabilities, out/NAME.safetensors.
+A job with `batches` is timed with each of these numbers of requests. A job with `vocabulary` also gives the log-probabilities of all its
+tokens at every prompt position, one with `perplexity` those of the prompts' own tokens. Each job leaves out/NAME.json and, with a
+vocabulary, out/NAME.safetensors.
 """
 
 from __future__ import annotations
@@ -57,14 +58,19 @@ def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
         max_tokens=job.get("max_tokens", 1),
         ignore_eos=True,
         detokenize=False,
-        prompt_logprobs=vocabulary,
+        prompt_logprobs=0 if job.get("perplexity") else vocabulary,
     )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    results, seconds = [], []
-    for _ in range(job.get("repeat", 1)):
-        begin = time.perf_counter()
-        results = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds.append(time.perf_counter() - begin)
+    results = llm.generate(prompts, sampling, use_tqdm=False)
+    # Each batch size with copies of the first prompt, best of three.
+    seconds = {}
+    for batch in job.get("batches", []):
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            llm.generate(prompts[:1] * batch, sampling, use_tqdm=False)
+            times.append(time.perf_counter() - begin)
+        seconds[batch] = min(times)
     if vocabulary is not None:
         tables = {}
         for number, result in enumerate(results):
@@ -76,8 +82,14 @@ def run(job: dict[str, Any], out: Path) -> dict[str, Any]:
                         table[i, token] = entry.logprob
             tables[f"prompt.{number}"] = table
         save_file(tables, out / f"{job['name']}.safetensors")
+    own = []
+    if job.get("perplexity"):
+        for ids, result in zip(job["prompts"], results, strict=True):
+            rows = zip(ids[1:], result.prompt_logprobs[1:], strict=True)
+            own.append([row[token].logprob for token, row in rows])
     model = model_of(llm)
     return {
+        "own": own,
         "ids": [list(r.outputs[0].token_ids) for r in results],
         "load_s": loaded - start,
         "seconds": seconds,

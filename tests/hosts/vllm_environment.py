@@ -50,7 +50,7 @@ def prepare() -> None:
     stamp = ENVIRONMENT / "recipe"
     recipe = hashlib.sha256(json.dumps(RECIPE).encode()).hexdigest()
     if not stamp.is_file() or stamp.read_text() != recipe:
-        print(f"building {ENVIRONMENT.relative_to(ROOT)}: vLLM 0.32 for CPUs, about 3 GB", flush=True)
+        print(f"building {ENVIRONMENT}: vLLM 0.32 for CPUs, about 3 GB", flush=True)
         WORK.mkdir(exist_ok=True)
         _run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], WORK)
         for step in RECIPE:
