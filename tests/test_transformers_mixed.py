@@ -207,7 +207,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predicting_layer(prefix: str) -> dict[str, torch.Tensor]:
-    """Tensors such as a further layer has, its experts in int4."""
+    """Tensors such as a further layer has: its experts in int4, and a matrix that no list leaves out in float."""
     rng = torch.Generator().manual_seed(2)
     tensors = {f"{prefix}.enorm.weight": torch.ones(64), f"{prefix}.eh_proj.weight": torch.zeros(64, 128)}
     sizes = {"gate_proj": (48, 64), "up_proj": (48, 64), "down_proj": (64, 48)}
@@ -220,9 +220,11 @@ def predicting_layer(prefix: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_deepseek(deepseek: Path, folder: Path, prefix: str, **config: Any) -> tuple[Path, Path]:
+def write_deepseek(
+    deepseek: Path, folder: Path, prefix: str, *ignore: str, **config: Any
+) -> tuple[Path, Path]:
     choose = by_pattern((r"layers\.0\.mlp", None), ("", (4, 16)))
-    quantization = groups((["Linear"], 4, 16)) | {"ignore": ["model.layers.0.mlp", "lm_head", "re:.*eh_proj"]}
+    quantization = groups((["Linear"], 4, 16)) | {"ignore": ["model.layers.0.mlp", "lm_head", *ignore]}
     return write_mixed(
         deepseek, folder, "compressed_tensors", choose, quantization, predicting_layer(prefix), **config
     )
@@ -243,7 +245,9 @@ def test_dense_first_and_predicting_layers(
 
 
 def test_layers_past_the_models_own_must_be_declared(deepseek: Path, tmp_path: Path) -> None:
-    _, mixed = write_deepseek(deepseek, tmp_path, "model.layers.2", num_nextn_predict_layers=0)
+    _, mixed = write_deepseek(
+        deepseek, tmp_path, "model.layers.2", "re:.*eh_proj", num_nextn_predict_layers=0
+    )
     with pytest.raises(
         CheckpointError, match=r"has experts in layers \[1\], the checkpoint in layers \[1, 2\]"
     ):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,9 +155,12 @@ class Checkpoint:
 
     # -- Linears other than experts --------------------------------------------------------------------------
 
-    def quantized_linears(self) -> dict[str, QuantScheme]:
+    def quantized_linears(self, skip: Callable[[str], bool] = lambda name: False) -> dict[str, QuantScheme]:
         """The quantised Linears that are no routed experts (attention, dense and shared MLPs), by full module
         name.
+
+        Args:
+            skip: tensor names that are not looked at.
 
         Raises:
             CheckpointError: a module is quantised on disk and not declared so; a `*_proj` matrix is declared
@@ -167,7 +170,7 @@ class Checkpoint:
         schemes: dict[str, QuantScheme] = {}
         for name, info in self._files.infos.items():
             module, _, suffix = name.rpartition(".")
-            if suffix not in ("weight", "weight_packed", "qweight") or module in experts:
+            if suffix not in ("weight", "weight_packed", "qweight") or module in experts or skip(name):
                 continue
             kind = self._reader.stored_kind(module)
             if kind == "float" and not (module.endswith("_proj") and len(info.shape) == 2):

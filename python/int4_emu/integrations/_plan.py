@@ -70,11 +70,8 @@ class Plan:
         self.packed_modules = 0
         self._predicting = predicting_layers(checkpoint)
         self._layers = [n for n in checkpoint.moe_layers if n not in self._predicting.layers]
-        self._schemes = {
-            module: scheme
-            for module, scheme in checkpoint.quantized_linears().items()
-            if not self._predicting.owns(f"{module}.weight")
-        }
+        # What is not loaded need not agree with the configuration: some tools copy these layers as they were.
+        self._schemes = checkpoint.quantized_linears(self._predicting.owns)
         self._host = self._host_tensors()
         self._experts: dict[int, str] = {}  # layer number to module name in the model
         self._left: dict[int, str] = {}  # the same, of experts that the host loads
