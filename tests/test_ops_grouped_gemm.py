@@ -74,6 +74,23 @@ def test_packed_options(
         oracle.check(to_numpy(got), want_rows(x, w.exact, offsets, True, bias))
 
 
+@pytest.mark.parametrize("group_size", [32, 96, 128, -1])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_few_rows_over_long_rows_of_codes(
+    ops: ModuleType, dtype: torch.dtype, bits: int, group_size: int, rng: np.random.Generator
+) -> None:
+    """1 to 9 rows of an expert, each number a way of its own, over rows of codes that go in several pieces and end inside a block."""
+    offsets = np.cumsum([0, *range(1, 10)]).tolist()
+    columns = 2208 if group_size == 96 else 2208 + 32 if group_size != 128 else 2304
+    x = to_torch(random_floats(rng, (offsets[-1], columns), dtype), dtype)
+    for symmetric in (True, False):
+        w = quantise(
+            rng, 9, 11, columns, group_size, bits=bits, symmetric=symmetric, scales_dtype=torch.bfloat16
+        )
+        oracle.check(to_numpy(run_packed(ops, x, w, offsets)), want_rows(x, w.exact, offsets, True, None))
+
+
 def test_act_order_gather(ops: ModuleType, rng: np.random.Generator) -> None:
     """perm [E, K]: column j of the weight meets x[:, perm[e, j]]."""
     x = to_torch(random_floats(rng, (6, 32), torch.float32), torch.float32)

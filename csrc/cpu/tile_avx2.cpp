@@ -9,6 +9,7 @@
 #include "simd_decode.h"
 #include "simd_transposed.h"
 #include "simd_tile.h"
+#include "simd_codes256.h"
 
 namespace int4_emu::cpu {
 namespace {
@@ -18,7 +19,7 @@ const TileTable kTable = {"avx2",
                           kKMultiple,
                           {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
                           {nullptr, nullptr, nullptr, nullptr},
-                          {nullptr, nullptr, nullptr, nullptr},
+                          {serves_codes, packed_codes_x_bytes, pack_codes_x_any, multiply_codes},
                           activate,
                           combine,
                           dequantize_row,
