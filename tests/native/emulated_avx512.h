@@ -260,7 +260,7 @@ struct Tiles {
   int rows(int t) const { return config[48 + t]; }
   int row_bytes(int t) const { return config[16 + 2 * t] + 256 * config[17 + 2 * t]; }
 };
-static Tiles tiles;
+static thread_local Tiles tiles;
 
 inline void tile_configure(const void* p) {
   std::memcpy(tiles.config, p, 64);
