@@ -334,9 +334,10 @@ def main() -> None:
     }
     with torch.inference_mode():
         torch.save(jobs[job](rank, world), folder / f"{rank}.pt")
-    if job != "death":
-        dist.barrier()
-        dist.destroy_process_group()
+    if job == "death":
+        os._exit(0)  # gloo's threads still wait for the dead peer and can abort an orderly end
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
