@@ -1,10 +1,8 @@
 // Products from the codes as they are stored, 256 bits wide: no weight is written to memory. Included after simd_tile.h.
 //
-// A block is 32 bytes of one row: 64 codes of four bits or 32 of eight. Codes become fp32 without a conversion and without the zero point:
-// a table turns a nibble q into the low byte of the bf16 number 16 + q, whose high byte is always 0x41, so an unpack makes pairs of
-// bf16 numbers, and a pair is its upper number in fp32 but for low bits that depend on the lower q alone. Both that and the offsets are
-// linear: x is packed with its lower neighbours corrected, and what the offsets add to a block's sum is known from x alone. Every
-// group's sum is multiplied by its scale in fp32, so weights meet x exactly.
+// A block is 32 bytes of one row: 64 codes of four bits or 32 of eight. Codes are exact in fp32; what their zero points add to a block's
+// sum is known from x alone, so the sums start with its opposite. Every group's sum is multiplied by its scale in fp32, so weights meet
+// x exactly.
 #pragma once
 
 namespace int4_emu::cpu {
@@ -18,7 +16,6 @@ constexpr int64_t kChunk = M == 1 ? 2048 : M == 2 ? 1024 : 512;
 constexpr int64_t kCodesRows = 8;
 constexpr int64_t kPanelRows = 8, kPanelCodes = 512;
 constexpr int64_t kMostRows = 4;  // rows of x that share a pass over the codes
-constexpr float kPairOffset = 0x4180 * 0x1p-19f, kPairStep = 0x1p-16f;
 
 template <int kBits>
 struct CodeBlock {
@@ -46,7 +43,7 @@ inline int64_t code_blocks(const Weight& w) {
   return (w.k + codes - 1) / codes;
 }
 
-// fp32 x may ask for more than sums around an offset of 16 to 31 leave of its precision: it meets panels of exact weights alone.
+// fp32 x may ask for more than the difference of a sum of codes and one of zero points leaves of its precision: it meets panels alone.
 bool serves_codes(const Weight& w, DType x, int64_t m) {
   if (!w.packed || w.k == 0) return false;
   const bool whole_spans = w.groups == 1 || w.group_size % CodeBlock<4>::kSpan == 0;
@@ -81,12 +78,6 @@ void pack_codes_x(const Weight& w, const PackXArgs& a) {
           for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = x[block_column<kBits>(v, lane)];
           values[v] = load(lanes);
           sum = add(sum, values[v]);
-        }
-        if constexpr (kBits == 4) {
-          for (int v = 0; v < Block::kVectors; v += 2) {
-            values[v] = fnma(values[v + 1], set1(kPairStep), values[v]);
-            offset = fma(set1(-16.f), values[v], fma(set1(-16.f - kPairOffset), values[v + 1], offset));
-          }
         }
         // A symmetric weight's zero points are all the midpoint.
         if (w.zeros == nullptr) offset = fnma(set1(kBits == 4 ? 8.f : 128.f), sum, offset);
@@ -143,28 +134,25 @@ inline void add_block(const uint8_t* const* codes, const float* x, Sums<M>* sums
     }
     return;
   }
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(
-      char(0x80), char(0x88), char(0x90), char(0x98), char(0xa0), char(0xa8), char(0xb0), char(0xb8), char(0xc0), char(0xc8), char(0xd0),
-      char(0xd8), char(0xe0), char(0xe8), char(0xf0), char(0xf8)));
-  const __m256i nibble = _mm256_set1_epi8(15), high = _mm256_set1_epi8(0x41);
+  const __m256i nibble = _mm256_set1_epi8(15), low_half = _mm256_set1_epi32(0xffff);
 #pragma GCC unroll 2
   for (int n = 0; n < 2; ++n) {
     __m256i low[S], pair[S];
 #pragma GCC unroll 2
     for (int s = 0; s < S; ++s) {
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes[s]));
-      low[s] = _mm256_shuffle_epi8(table, _mm256_and_si256(n == 0 ? bytes : _mm256_srli_epi16(bytes, 4), nibble));
+      low[s] = _mm256_and_si256(n == 0 ? bytes : _mm256_srli_epi16(bytes, 4), nibble);
     }
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
 #pragma GCC unroll 2
       for (int s = 0; s < S; ++s) {
-        pair[s] = h == 0 ? _mm256_unpacklo_epi8(low[s], high) : _mm256_unpackhi_epi8(low[s], high);
-        code[s] = _mm256_castsi256_ps(_mm256_slli_epi32(pair[s], 16));
+        pair[s] = h == 0 ? _mm256_unpacklo_epi8(low[s], _mm256_setzero_si256()) : _mm256_unpackhi_epi8(low[s], _mm256_setzero_si256());
+        code[s] = _mm256_cvtepi32_ps(_mm256_and_si256(pair[s], low_half));
       }
       multiply(n * 4 + h * 2, code);
 #pragma GCC unroll 2
-      for (int s = 0; s < S; ++s) code[s] = _mm256_castsi256_ps(pair[s]);
+      for (int s = 0; s < S; ++s) code[s] = _mm256_cvtepi32_ps(_mm256_srli_epi32(pair[s], 16));
       multiply(n * 4 + h * 2 + 1, code);
     }
   }
