@@ -90,7 +90,8 @@ def test_modes_of_inductor(mode: str, device: str) -> None:
             x, ids = x * (step + 1), (ids + step) % 6 - 1  # unrouted ones among them
             torch.compiler.cudagraph_mark_step_begin()
             assert torch.equal(compiled(x, weights, ids).clone(), run(x, weights, ids)), step
-    assert counters["cudagraph_skips"] == skips, "inductor recorded no CUDA graph"
+    if device == "cuda":  # elsewhere inductor counts a graph that it could not have recorded
+        assert counters["cudagraph_skips"] == skips, "inductor recorded no CUDA graph"
 
 
 @BOTH
