@@ -27,7 +27,7 @@ cpu() {
   cmake -S cmake -B "$build/cpu" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
     -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" &&
     cmake --build "$build/cpu" --target selfcheck -j "$(nproc)" &&
-    UBSAN_OPTIONS=print_stacktrace=1 "$build/cpu/tests/selfcheck" --quick
+    UBSAN_OPTIONS=print_stacktrace=1 "$build/cpu/selfcheck" --quick
 }
 
 # Nothing, or why the GPU half cannot run.
