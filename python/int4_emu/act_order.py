@@ -21,6 +21,15 @@ def group_permutation(g_idx: Tensor, group_size: int) -> Tensor | None:
     return perm if torch.equal(g_idx[perm.long()], regular) else None
 
 
+def in_input_order(dense: Tensor, perm: Tensor | None) -> Tensor:
+    """[O, I] whose columns `group_permutation` sorted, with each column back in its place; itself where perm is None."""
+    if perm is None:
+        return dense
+    out = torch.empty_like(dense)
+    out[:, perm.long()] = dense
+    return out
+
+
 def is_trivial(g_idx: Tensor | None, group_size: int) -> bool:
     """Absent, empty and `column // group_size` are one and the same."""
     if g_idx is None or g_idx.numel() == 0:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _checks, _checks_moe, ops
+from .act_order import in_input_order
 
 _FIXED_DTYPE = ("qweight", "scales", "qzeros", "perm")
 
@@ -101,11 +102,7 @@ class Int4Linear(nn.Module):
             in_features=self.in_features,
             dtype=dtype,
         )
-        if self.perm is None:
-            return dense
-        out = torch.empty_like(dense)
-        out[:, self.perm.long()] = dense
-        return out
+        return in_input_order(dense, self.perm)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Int4Linear:
         for name, parameter in list(self._parameters.items()):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import ops
-from .act_order import group_permutation
+from .act_order import group_permutation, in_input_order
 from .loading import check_scales
 from .projection import Projection
 from .projection_reader import ProjectionReader
@@ -43,6 +43,21 @@ class QuantizedWeight:
     def out_features(self) -> int:
         """O."""
         return self.qweight.shape[0]
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dense weight [O, I], columns in input order."""
+        # g_idx and perm exclude each other: with g_idx the columns are in input order already.
+        dense = ops.dequantize(
+            self.qweight,
+            self.scales,
+            self.qzeros,
+            self.g_idx,
+            group_size=self.group_size,
+            bits=self.bits,
+            in_features=self.in_features,
+            dtype=dtype,
+        )
+        return in_input_order(dense, self.perm)
 
 
 def load_quantized_weight(

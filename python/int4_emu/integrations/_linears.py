@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .. import ops
 from ..errors import BackendError, CheckpointError
 from ..formats import QuantScheme
 from ..linear import Int4Linear
@@ -95,41 +94,23 @@ def _backend_refusal(weight: QuantizedWeight, dtype: torch.dtype, device: torch.
 
 def _joined(parts: Sequence[QuantizedWeight], dtype: torch.dtype, device: torch.device) -> nn.Linear:
     """The rows of several weights as one plain Linear; a part without a bias has zeros."""
-    linears = [_dense(part, dtype, torch.device("cpu")) for part in parts]
-    rows = sum(linear.out_features for linear in linears)
-    has_bias = any(linear.bias is not None for linear in linears)
-    with torch.device("meta"):
-        joined = nn.Linear(linears[0].in_features, rows, bias=has_bias)
-    weight = torch.cat([linear.weight.data for linear in linears])
-    joined.weight = nn.Parameter(weight.to(device), requires_grad=False)
-    if has_bias:
-        biases = [
-            torch.zeros(linear.out_features, dtype=dtype) if linear.bias is None else linear.bias.data
-            for linear in linears
-        ]
-        joined.bias = nn.Parameter(torch.cat(biases).to(device), requires_grad=False)
-    return joined
+    bias = None
+    if any(part.bias is not None for part in parts):
+        bias = torch.cat([torch.zeros(p.out_features) if p.bias is None else p.bias for p in parts]).to(dtype)
+    weight = torch.cat([part.dequantized(dtype) for part in parts])
+    return plain_linear(weight.to(device), None if bias is None else bias.to(device))
 
 
 def _dense(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> nn.Linear:
-    # g_idx and perm exclude each other: with g_idx the columns are in input order already.
-    dense = ops.dequantize(
-        weight.qweight,
-        weight.scales,
-        weight.qzeros,
-        weight.g_idx,
-        group_size=weight.group_size,
-        bits=weight.bits,
-        in_features=weight.in_features,
-        dtype=dtype,
-    )
-    if weight.perm is not None:
-        stored = dense
-        dense = torch.empty_like(stored)
-        dense[:, weight.perm.long()] = stored
+    bias = None if weight.bias is None else weight.bias.to(device, dtype)
+    return plain_linear(weight.dequantized(dtype).to(device), bias)
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A Linear that holds these tensors, without the ones that its constructor would make."""
     with torch.device("meta"):
-        linear = nn.Linear(weight.in_features, weight.out_features, bias=weight.bias is not None)
-    linear.weight = nn.Parameter(dense.to(device), requires_grad=False)
-    if weight.bias is not None:
-        linear.bias = nn.Parameter(weight.bias.to(device, dtype), requires_grad=False)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
     return linear

@@ -9,14 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ... import ops
 from ..._shards import TensorFiles, listed
 from ...errors import CheckpointError
 from ...formats import ModelQuantization
 from ...projection import Bounds, Projection
 from ...projection_reader import ProjectionReader
 from ...quantized_weight import QuantizedWeight, join_rows, load_quantized_weight
-from .._linears import load_linear
+from .._linears import load_linear, plain_linear
 from ._captured import CapturedTensors, check_complete, declared_scheme, required_suffixes
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class LinearIntake:
         modules: list[nn.Module] = []
         for weight in _merged(loaded):
             if isinstance(weight, Tensor):
-                modules.append(_dense(weight))
+                modules.append(plain_linear(weight.contiguous()))
                 continue
             weights, dtype, device = self.request.weights, self.request.dtype, self.request.device
             modules.append(load_linear([weight], name, weights=weights, dtype=dtype, device=device))
@@ -152,7 +151,7 @@ class LinearIntake:
                 f"are no whole groups of {weight.group_size}; weights='dequantized' is"
             )
         logger.debug("%s: dequantized weights, because its columns are cut inside a group", projection.module)
-        return dense_weight(weight, self.request.dtype)[slice(*rows), slice(*columns)].to(self.request.device)
+        return weight.dequantized(self.request.dtype)[slice(*rows), slice(*columns)].to(self.request.device)
 
 
 def cut_weight(weight: QuantizedWeight, rows: Bounds, columns: Bounds) -> QuantizedWeight | None:
@@ -185,25 +184,6 @@ def cut_weight(weight: QuantizedWeight, rows: Bounds, columns: Bounds) -> Quanti
     )
 
 
-def dense_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """[O, I], columns in input order."""
-    dense = ops.dequantize(
-        weight.qweight,
-        weight.scales,
-        weight.qzeros,
-        weight.g_idx,
-        group_size=weight.group_size,
-        bits=weight.bits,
-        in_features=weight.in_features,
-        dtype=dtype,
-    )
-    if weight.perm is None:
-        return dense
-    out = torch.empty_like(dense)
-    out[:, weight.perm.long()] = dense
-    return out
-
-
 def _merged(parts: list[QuantizedWeight | Tensor]) -> list[QuantizedWeight | Tensor]:
     """Neighbours that one call can run, stacked."""
     merged: list[QuantizedWeight | Tensor] = []
@@ -219,10 +199,3 @@ def _merged(parts: list[QuantizedWeight | Tensor]) -> list[QuantizedWeight | Ten
                 continue
         merged.append(part)
     return merged
-
-
-def _dense(weight: Tensor) -> nn.Linear:
-    with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    return linear
