@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -79,6 +80,25 @@ def placeholder_dtype(suffix: str) -> torch.dtype:
     if suffix in ("qweight", "qzeros", "g_idx", "weight_packed", "weight_zero_point", "weight_g_idx"):
         return torch.int32
     return torch.int64 if suffix == "weight_shape" else torch.float32
+
+
+def placeholder(suffix: str, loader: Callable[..., Any]) -> torch.nn.Parameter:
+    """An empty parameter that a host's loader finds by its name; it hands the tensor of that name to `loader`."""
+    parameter = torch.nn.Parameter(torch.empty(0, dtype=placeholder_dtype(suffix)), requires_grad=False)
+    parameter.weight_loader = loader  # type: ignore[attr-defined]
+    return parameter
+
+
+def take_intake(layer: Any, prefix: str) -> Any:
+    """The intake that collected the tensors of a host's layer, which then holds it no longer.
+
+    Raises:
+        CheckpointError: it was taken before.
+    """
+    intake = layer.__dict__.pop("int4_emu_intake", None)
+    if intake is None:
+        raise CheckpointError(f"{prefix}: int4_emu cannot load the weights of a layer a second time")
+    return intake
 
 
 def check_complete(names: Iterable[str], captured: CapturedTensors) -> None:

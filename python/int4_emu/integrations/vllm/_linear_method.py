@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from ...errors import CheckpointError
 from ...formats import ModelQuantization
-from ._captured import known_suffixes, placeholder_dtype
+from ._captured import known_suffixes, placeholder, take_intake
 from ._linear_intake import LinearIntake, LinearRequest
 
 _SHARDS = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
@@ -60,17 +60,10 @@ class Int4EmuLinearMethod(LinearMethodBase):
         )
         layer.int4_emu_intake = LinearIntake(request, self.quantization, self.prefix)
         for suffix in known_suffixes(self.quantization):
-            placeholder = torch.nn.Parameter(
-                torch.empty(0, dtype=placeholder_dtype(suffix)), requires_grad=False
-            )
-            placeholder.weight_loader = _loader(layer, suffix)  # type: ignore[attr-defined]
-            layer.register_parameter(suffix, placeholder)
+            layer.register_parameter(suffix, placeholder(suffix, _loader(layer, suffix)))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        intake = layer.__dict__.pop("int4_emu_intake", None)
-        if intake is None:
-            raise CheckpointError(f"{self.prefix}: int4_emu cannot load the weights of a layer a second time")
-        modules = intake.finish()
+        modules = take_intake(layer, self.prefix).finish()
         for suffix in known_suffixes(self.quantization):
             del layer._parameters[suffix]
         layer.int4_emu_parts = torch.nn.ModuleList(modules)

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from ...errors import CheckpointError
 from ...formats import ModelQuantization
-from ._captured import known_suffixes, placeholder_dtype
+from ._captured import known_suffixes, placeholder, take_intake
 from ._experts_intake import ExpertsIntake, ExpertsRequest, activation_spec
 from ._names import expert_projections
 
@@ -79,17 +79,10 @@ class Int4EmuMoEMethod(FusedMoEMethodBase):
         # "bias" too where the model declares none: a GPTQ file may hold them all the same.
         for suffix in (*known_suffixes(self.quantization), "bias"):
             for stack in ("w13", "w2"):
-                placeholder = torch.nn.Parameter(
-                    torch.empty(0, dtype=placeholder_dtype(suffix)), requires_grad=False
-                )
-                placeholder.weight_loader = _loader(layer, suffix)  # type: ignore[attr-defined]
-                layer.register_parameter(f"{stack}_{suffix}", placeholder)
+                layer.register_parameter(f"{stack}_{suffix}", placeholder(suffix, _loader(layer, suffix)))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        intake = layer.__dict__.pop("int4_emu_intake", None)
-        if intake is None:
-            raise CheckpointError(f"{self.prefix}: int4_emu cannot load the weights of a layer a second time")
-        layer.int4_emu_experts = intake.finish()
+        layer.int4_emu_experts = take_intake(layer, self.prefix).finish()
         for name in [n for n, p in layer._parameters.items() if p is not None and p.numel() == 0]:
             del layer._parameters[name]
 
