@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 
 from . import ops
 from ._enums import Format
-from ._fingerprint import layer_fingerprint
+from ._fingerprint import Fingerprint
 from ._shards import TensorFiles, TensorInfo, check_inside, listed, read_json_object
 from .errors import CheckpointError
 from .formats import ModelQuantization, QuantScheme, parse_quantization_config
@@ -391,8 +392,12 @@ class Checkpoint:
             dtype=dtype,
             backend=backend,
         )
-        experts.source = layer_fingerprint(self.config, self._files, layer, plan.layer.block)
+        experts.source = self._fingerprint.of_layer(layer, plan.layer.block)
         return experts, loader.bytes_read
+
+    @cached_property
+    def _fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.config, self._files)
 
     def _orders(self, plan: LayerPlan, ids: list[int] | None) -> GroupOrders:
         return read_group_orders(plan, self._reader, list(range(plan.num_experts)) if ids is None else ids)
