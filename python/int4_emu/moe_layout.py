@@ -26,7 +26,7 @@ ROLES = {
 }  # fmt: skip
 # Decoder stacks that predict further tokens: their layers count from zero again and are no part of the model
 # proper.
-EXTRA_STACKS = ("mtp", "mtp_layers", "nextn", "eagle")
+_EXTRA_STACKS = ("mtp", "mtp_layers", "nextn", "eagle")
 
 _LAYER = r"(?P<stack>(?:[^.]+\.)*?)layers\.(?P<layer>\d+)"
 _BLOCK = r"\.(?P<block>[^.]+)"
@@ -124,7 +124,7 @@ def discover_moe_layers(
         match = _EXPERT.fullmatch(name)
         if match is None:
             if other := _OTHER.fullmatch(name):
-                if _is_extra(other["stack"]) or other["rest"] in _ROUTER_TENSORS:
+                if is_extra(other["stack"]) or other["rest"] in _ROUTER_TENSORS:
                     continue
                 if leave(name):
                     left.add((other["stack"], int(other["layer"])))
@@ -135,7 +135,7 @@ def discover_moe_layers(
                     f"{router['stack']}layers.{router['layer']}.{router['block']}"
                 )
             continue
-        if _is_extra(match["stack"]):
+        if is_extra(match["stack"]):
             continue
         if match["block"] not in (None, *BLOCKS):
             raise CheckpointError(
@@ -148,13 +148,14 @@ def discover_moe_layers(
             f"(experts.N.<projection>.<tensor>) and are not understood: {listed(fused)}"
         )
     for key, block in routers.items():
-        if key not in found and key not in left and not _is_extra(key[0]) and _looks_routed(block, found):
+        if key not in found and key not in left and not is_extra(key[0]) and _looks_routed(block, found):
             raise CheckpointError(f"layer {key[1]} has the router of {block} but no tensor of its experts")
     return _by_number(found)
 
 
-def _is_extra(stack: str) -> bool:
-    return any(part in EXTRA_STACKS for part in stack.split("."))
+def is_extra(stack: str) -> bool:
+    """Whether a name belongs to a stack that predicts further tokens."""
+    return any(part in _EXTRA_STACKS for part in stack.split("."))
 
 
 def _looks_routed(block: str, found: dict[tuple[str, int], MoELayer]) -> bool:

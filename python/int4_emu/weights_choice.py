@@ -14,7 +14,7 @@ from .layer_plan import LayerPlan
 from .oracle import select_backend
 from .quant_config import MoEConfig, QuantConfig
 
-_MODES = ("auto", "packed", "dequantized")
+WEIGHTS_MODES = ("auto", "packed", "dequantized")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def choose_weights(plan: LayerPlan, orders: GroupOrders, weights: str, placement
         CheckpointError: `packed` was asked for and the layer's tensors do not allow it.
         BackendError: `auto`: no compiled backend serves it packed, and dequantised it does not fit.
     """
-    if weights not in _MODES:
-        raise ValueError(f"weights must be one of {', '.join(_MODES)}, got {weights!r}")
+    if weights not in WEIGHTS_MODES:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS_MODES)}, got {weights!r}")
     if not plan.is_quantized:
         # There is nothing to unpack: a floating-point layer is dense in every mode.
         return WeightsChoice("dequantized", "the layer is stored in floating point")

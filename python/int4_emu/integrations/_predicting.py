@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..checkpoint import Checkpoint
-from ..moe_layout import EXTRA_STACKS
+from ..moe_layout import is_extra
 
 # How many of them follow the model's own layers, in the numbering of those.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -25,7 +25,7 @@ class PredictingLayers:
 
     def owns(self, name: str) -> bool:
         """Whether a tensor is one of theirs."""
-        return name.startswith(self.prefixes) or any(part in EXTRA_STACKS for part in name.split("."))
+        return name.startswith(self.prefixes) or is_extra(name)
 
 
 def predicting_layers(checkpoint: Checkpoint) -> PredictingLayers:

@@ -17,6 +17,7 @@ from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..model_config import quantization_config
 from ..projection_reader import ContradictingZeros
+from ..weights_choice import WEIGHTS_MODES
 from ._families import ALIASES, check_model_type
 from ._plan import Plan
 
@@ -123,7 +124,7 @@ def from_pretrained(
         ValueError: an argument that cannot be honoured.
     """
     transformers = _import_transformers()
-    if weights not in ("auto", "packed", "dequantized"):
+    if weights not in WEIGHTS_MODES:
         raise ValueError(f'weights must be "auto", "packed" or "dequantized", got {weights!r}')
     dtype = _named_dtype(dtype, hf_kwargs.pop("torch_dtype", None))
     for name, why in _REFUSED.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-WEIGHTS = ("auto", "packed", "dequantized")
+from ...weights_choice import WEIGHTS_MODES
 
 
 def parse_weights(additional_config: Any) -> str:
@@ -19,9 +19,9 @@ def parse_weights(additional_config: Any) -> str:
             f'additional_config["int4_emu"] must be an object with the key "weights", got {options!r}'
         )
     weights = options.get("weights", "auto")
-    if weights not in WEIGHTS:
+    if weights not in WEIGHTS_MODES:
         raise ValueError(
-            f'additional_config["int4_emu"]["weights"] must be one of {", ".join(WEIGHTS)}, got {weights!r}'
+            f'additional_config["int4_emu"]["weights"] must be one of {", ".join(WEIGHTS_MODES)}, got {weights!r}'
         )
     return str(weights)
 
