@@ -336,7 +336,7 @@ void multiply_group(const ProductArgs& a, int p, const float* x, float* c) {
   constexpr int kRows = M <= 2 ? 4 : 2;
   const int64_t whole = a.n / kRows * kRows;
   multiply_rows<kBits, kRows, M>(a, p, 0, whole, x, c);
-  if constexpr (kRows > 1) multiply_rows<kBits, 1, M>(a, p, whole, a.n, x, c);
+  multiply_rows<kBits, 1, M>(a, p, whole, a.n, x, c);
 }
 
 template <int kBits>
