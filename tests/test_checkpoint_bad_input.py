@@ -384,6 +384,23 @@ def test_weight_shape_drops_padding_and_nothing_else(
     assert weight.in_features == columns
 
 
+def test_an_expert_whose_weight_shape_differs_is_refused_where_it_is_loaded(tmp_path: Path) -> None:
+    """The other experts' tensors are no business of a rank; what it loads is checked."""
+    tensors = {}
+    for e in range(4):
+        for role, rows, columns in (("gate_proj", 24, 64), ("up_proj", 24, 64), ("down_proj", 64, 24)):
+            module = f"{EXPERT}.{e}.{role}"
+            tensors[f"{module}.weight_packed"] = pack_rows(torch.zeros(rows, columns, dtype=torch.int64))
+            tensors[f"{module}.weight_scale"] = torch.ones(rows, 1, dtype=torch.bfloat16)
+            tensors[f"{module}.weight_shape"] = torch.tensor([rows, columns - (e == 2)])
+    checkpoint = Checkpoint(folder_with(tmp_path, tensors, compressed_tensors_config()))
+    checkpoint.load_experts(0, expert_ids=[0, 1, 3])
+    with pytest.raises(
+        CheckpointError, match=r"2\.\w+\.weight_shape must say \d+ columns, as in the first expert, got \d+$"
+    ):
+        checkpoint.load_experts(0, expert_ids=[2])
+
+
 # --- tensors that whole layers or single experts lack
 # -----------------------------------------------------------------------------------------------
 

@@ -147,7 +147,8 @@ def plan_layer(layer: MoELayer, reader: ProjectionReader, model: MoEModelConfig)
     projections: dict[tuple[int, str], Projection] = {}
     for expert in range(count):
         for role in layer.roles:
-            projection = reader.inspect(layer.expected_module(expert, role), problems)
+            first = projections.get((0, role))
+            projection = reader.inspect(layer.expected_module(expert, role), problems, first)
             if projection is not None:
                 projections[expert, role] = projection
     if problems:

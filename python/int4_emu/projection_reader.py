@@ -97,8 +97,16 @@ class ProjectionReader:
             f"{module} is in floating point on disk, but the quantization_config declares it quantised"
         )
 
-    def inspect(self, module: str, problems: list[str]) -> Projection | None:
-        """Checks one projection by the file headers alone.
+    def inspect(
+        self, module: str, problems: list[str], like: Projection | None = None
+    ) -> Projection | None:
+        """Checks one projection by the file headers, and by its `weight_shape` if it has one.
+
+        Args:
+            module: its name.
+            problems: gets a line for what is missing or malformed.
+            like: the same projection of another expert. What it has left of the last word is taken to be
+                left here too, and `read()` checks that: a rank needs no page of the experts of others.
 
         Returns:
             The projection, or None where `problems` got a line for what is missing or malformed.
@@ -112,7 +120,7 @@ class ProjectionReader:
             return self._inspect_float(module, problems)
         if self.contradicting_zeros == "use_values" and self._stores_zeros(module, scheme):
             scheme = replace(scheme, symmetric=False)
-        return self._inspect_quantized(module, scheme, problems)
+        return self._inspect_quantized(module, scheme, problems, like)
 
     def _stores_zeros(self, module: str, scheme: QuantScheme) -> bool:
         info = self.files.infos.get(f"{module}.{tensor_names(scheme.format).qzeros}")
@@ -136,7 +144,9 @@ class ProjectionReader:
         has_bias = self._check_bias(module, rows, problems)
         return Projection(module, None, rows, columns, 0, info.dtype, has_bias=has_bias)
 
-    def _inspect_quantized(self, module: str, scheme: QuantScheme, problems: list[str]) -> Projection | None:
+    def _inspect_quantized(
+        self, module: str, scheme: QuantScheme, problems: list[str], like: Projection | None
+    ) -> Projection | None:
         names, axes = tensor_names(scheme.format), tensor_axes(scheme.format, scheme.bits)
         infos = self.files.infos
         qweight, scales = infos.get(f"{module}.{names.qweight}"), infos.get(f"{module}.{names.scales}")
@@ -150,9 +160,11 @@ class ProjectionReader:
             return None
         per_word = 32 // scheme.bits
         rows = scales.shape[axes.scales.index("O")]
-        stored = "I*" if "I*" in axes.qweight else "I"
-        columns = qweight.shape[axes.qweight.index(stored)] * (per_word if stored == "I*" else 1)
-        columns = self._unpadded_columns(module, names.shape, rows, columns, per_word)
+        padded = self._padded_columns(module, scheme)
+        if like is not None and like.scheme == scheme and 0 <= padded - like.in_features < per_word:
+            columns = like.in_features
+        else:
+            columns = self._unpadded_columns(module, scheme, rows)
         group = columns if scheme.group_size == -1 else scheme.group_size
         groups = -(-columns // group) if group else 0
         sizes = {
@@ -178,17 +190,21 @@ class ProjectionReader:
             module, scheme, rows, columns, groups, scales.dtype, has_qzeros, has_g_idx, has_bias
         )
 
-    def _unpadded_columns(
-        self, module: str, suffix: str | None, rows: int, columns: int, per_word: int
-    ) -> int:
+    def _padded_columns(self, module: str, scheme: QuantScheme) -> int:
+        axes = tensor_axes(scheme.format, scheme.bits).qweight
+        shape = self.files.infos[f"{module}.{tensor_names(scheme.format).qweight}"].shape
+        return shape[axes.index("I*")] * (32 // scheme.bits) if "I*" in axes else shape[axes.index("I")]
+
+    def _unpadded_columns(self, module: str, scheme: QuantScheme, rows: int) -> int:
         """Drops the padding of the last word where `weight_shape` says so and fits the tensors; it is never
         trusted further.
         """
+        columns, suffix = self._padded_columns(module, scheme), tensor_names(scheme.format).shape
         info = self.files.infos.get(f"{module}.{suffix}") if suffix else None
         if info is None or info.shape != (2,) or info.dtype not in (torch.int64, torch.int32):
             return columns
         shape = [int(v) for v in self.files.get(info.name)]
-        if shape[0] == rows and columns - per_word < shape[1] <= columns:
+        if shape[0] == rows and columns - 32 // scheme.bits < shape[1] <= columns:
             return shape[1]
         logger.warning(
             "%s = %s does not fit the packed tensor [%d, %d] and is ignored", info.name, shape, rows, columns
@@ -277,10 +293,17 @@ class ProjectionReader:
         dropped.
 
         Raises:
-            CheckpointError: zero points contradict the declaration, and `contradicting_zeros` is "raise".
+            CheckpointError: zero points contradict the declaration, and `contradicting_zeros` is "raise";
+                or `weight_shape` contradicts the expert that the projection was taken to be like.
         """
         scheme = projection.scheme
         assert scheme is not None, "read() is for quantised projections"
+        unpadded = self._unpadded_columns(projection.module, scheme, projection.out_features)
+        if unpadded != projection.in_features:
+            raise CheckpointError(
+                f"{projection.module}.{tensor_names(scheme.format).shape} must say {projection.in_features} "
+                f"columns, as in the first expert, got {unpadded}"
+            )
         cuts = storage_cuts(projection, rows, columns)
         assert cuts is not None, "can_cut() was not asked"
         names, axes = tensor_names(scheme.format), tensor_axes(scheme.format, scheme.bits)
