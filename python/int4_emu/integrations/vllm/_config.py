@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from ...errors import CheckpointError
 from ...formats import ModelQuantization, parse_quantization_config
 from ._captured import declared_scheme
+from ._claims import check_claims
 from ._linear_method import Int4EmuLinearMethod
 from ._moe_method import Int4EmuMoEMethod
 from ._names import expert_projections, map_names, part_names, renamings
@@ -69,8 +70,6 @@ class Int4EmuConfig(QuantizationConfig):
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """`--quantization int4_emu` takes a checkpoint of any method."""
-        from ._registry import check_claims
-
         check_claims()
         return "int4_emu" if user_quant == "int4_emu" else None
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers import quantization as registry
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
@@ -20,6 +19,7 @@ from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
+from ._claims import claim
 from ._config import Int4EmuConfig
 
 logger = init_logger("vllm.int4_emu")
@@ -154,43 +154,24 @@ class QuarkOrInt4Emu(_Overriding, QuarkConfig):
     """AMD Quark."""
 
 
-# The method comes first: vLLM asks it before its own ones whether it takes a checkpoint.
-_CLAIMS: dict[str, type] = {
-    "int4_emu": Int4EmuConfig,
-    "compressed-tensors": CompressedTensorsOrInt4Emu,
-    "auto_gptq": GPTQOrInt4Emu,
-    "gptq": GPTQOrInt4Emu,
-    "gptq_marlin": GPTQOrInt4Emu,
-    "auto_awq": AWQOrInt4Emu,
-    "awq": AWQOrInt4Emu,
-    "awq_marlin": AWQOrInt4Emu,
-    "inc": AutoRoundOrInt4Emu,
-    "quark": QuarkOrInt4Emu,
-}
-
-
 def register() -> None:
     """Registers every name, once a process.
 
     Raises:
         ValueError: another plug-in has one of them.
     """
-    check_claims()
-    for name, config in _CLAIMS.items():
-        if registry._CUSTOMIZED_METHOD_TO_QUANT_CONFIG.get(name) is not config:
-            registry.register_quantization_config(name)(config)
-
-
-def check_claims() -> None:
-    """Stops where another plug-in has a name of ours, whichever of the two came first.
-
-    Raises:
-        ValueError: the name and both classes.
-    """
-    for name, mine in _CLAIMS.items():
-        other = registry._CUSTOMIZED_METHOD_TO_QUANT_CONFIG.get(name, mine)
-        if other is not mine:
-            raise ValueError(
-                f"two plug-ins claim vLLM's quantization method {name!r}: {other.__module__}.{other.__qualname__} and "
-                f"{mine.__module__}.{mine.__qualname__}; VLLM_PLUGINS=<names> loads only the one that is meant"
-            )
+    # The method comes first: vLLM asks it before its own ones whether it takes a checkpoint.
+    claim(
+        {
+            "int4_emu": Int4EmuConfig,
+            "compressed-tensors": CompressedTensorsOrInt4Emu,
+            "auto_gptq": GPTQOrInt4Emu,
+            "gptq": GPTQOrInt4Emu,
+            "gptq_marlin": GPTQOrInt4Emu,
+            "auto_awq": AWQOrInt4Emu,
+            "awq": AWQOrInt4Emu,
+            "awq_marlin": AWQOrInt4Emu,
+            "inc": AutoRoundOrInt4Emu,
+            "quark": QuarkOrInt4Emu,
+        }
+    )
