@@ -39,7 +39,7 @@ _EXPERT = re.compile(
 # All experts in one tensor.
 _STACKED = re.compile(
     r"(?P<block>.*layers\.(?P<layer>\d+)(?:\.(?!experts\.)\w+)?)\.(?:experts\.)?"
-    r"(?:gate_up_proj|up_proj|down_proj|input_linear|output_linear|fc1|fc2)(?:_bias|\.weight)?"
+    r"(?:gate_up_proj|up_proj|down_proj|input_linear|output_linear|fc1|fc2|w13_weight|w2_weight)(?:_bias|\.weight)?"
 )
 
 
@@ -94,8 +94,9 @@ def experts_of(model: Any) -> dict[int, Any]:
     found = {}
     for name, module in model.named_modules():
         down = module._parameters.get("down_proj")
-        if down is not None and down.dim() == 3 and hasattr(module, "num_experts"):
-            found[int(re.search(r"layers\.(\d+)\.", name + ".")[1])] = module  # type: ignore[index]
+        layer = re.search(r"layers\.(\d+)\.", name + ".")  # not so the experts of vision towers
+        if layer and down is not None and down.dim() == 3 and hasattr(module, "num_experts"):
+            found[int(layer[1])] = module
     return found
 
 

@@ -27,15 +27,17 @@ _SIZES: dict[str, Any] = {
 # What the sizes above do not make small, or leave without experts.
 _LATENT_ATTENTION = {"head_dim": 8, "num_key_value_heads": 4}
 _MIXED_ATTENTION = {"layer_types": ["linear_attention", "full_attention"]}
+_INDEXER = {"index_n_heads": 2, "index_head_dim": 16}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _LATENT_ATTENTION,
     "axk2": _LATENT_ATTENTION,
     "bailing_hybrid": {**_MIXED_ATTENTION, "num_key_value_heads": 4},
     "beam": {"mlp_layer_types": ["sparse", "sparse"]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["sparse", "sparse"]},
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
     "deepseek_v32": _LATENT_ATTENTION,
-    "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 24, "index_head_dim": 16, "index_n_heads": 2},
+    "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 24, **_INDEXER},
     "flint": {"mlp_only_layers": []},
     "gemma4_text": {
         "enable_moe_block": True, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8,
@@ -43,6 +45,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": _LATENT_ATTENTION,
     "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "glm5_next_text": {
+        "layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["sparse", "sparse"],
+        "num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0, "linear_num_heads": 2, "linear_head_dim": 16,
+        **_INDEXER, "index_kpool": 2,
+    },
     "glm_moe_dsa": _LATENT_ATTENTION,
     "hy_v4_vl_text": {
         "num_key_value_heads": 4,
@@ -54,41 +61,66 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kimi_linear": {**_MIXED_ATTENTION, "num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
     "minimax_m3_vl_text": {"shared_intermediate_size": 80, "dense_intermediate_size": 112},
+    "mistral4": _LATENT_ATTENTION,
+    "mistral_large4_text": {**_LATENT_ATTENTION, **_INDEXER},
     "qwen3_5_moe_text": _MIXED_ATTENTION,
     "qwen3_next": _MIXED_ATTENTION,
     "qwen4_exp_text": {
         **_MIXED_ATTENTION, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
         "indexer_budget": 16, "indexer_compress_ratio": 4,
     },
+    "sarvam_mla": _LATENT_ATTENTION,
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
 
 
-_VISION: dict[str, Any] = {
+# Towers for images and sound: no test runs them, but they are built, saved and loaded.
+_TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
     "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0], "vision_output_dim": 64, "projector_input_dim": 32,
-    "projector_output_dim": 64, "pos_emb_height": 4, "pos_emb_width": 4,
+    "projector_output_dim": 64, "pos_emb_height": 4, "pos_emb_width": 4, "num_key_value_heads": 2,
+    "vocab_size": 96, "mlp_dim": 48, "downsample_channels": [32, 32], "global_attn_indexes": [0],
+    "head_dim": 16, "position_embedding_size": 16, "text_hidden_size": 64, "encoder_layers": 1, "d_model": 32,
+    "encoder_ffn_dim": 48, "encoder_attention_heads": 2, "downsample_hidden_size": 16, "output_dim": 64,
+    "moe_intermediate_size": 24, "num_local_experts": 2, "num_experts_per_tok": 1, "adapter_in_dim": 32,
+    "adapter_out_dim": 64, "adapter_input_size": 32, "projection_intermediate_size": 48,
+    "mlp_layer_types": ["sparse"], "layer_types": ["full_attention"],
 }  # fmt: skip
+# With fewer layers than its patches have prime factors, this one asks for scipy.
+_SPECIAL_TOWER = {"inkling_vision": {"num_hidden_layers": 4, "patch_size": 4}}
 # Models around a text model, and its type.
 COMPOSITE = {
+    "aria": "aria_text",
+    "deepseek_ocr2": "deepseek_ocr2_text",
+    "dots3_note": "dots3_note_text",
     "gemma4": "gemma4_text",
     "glm4v_moe": "glm4v_moe_text",
+    "glm5_next": "glm5_next_text",
     "hy_v4_vl": "hy_v4_vl_text",
+    "inkling_mm_model": "inkling_text",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "minimax_m3_vl": "minimax_m3_vl_text",
+    "mistral_large4": "mistral_large4_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen4_exp": "qwen4_exp_text",
+    "unlimited_ocr": "unlimited_ocr_text",
 }
 
 
-def _tiny_vision(kind: Any) -> Any:
-    vision = kind.sub_configs["vision_config"]
-    known = {field.name for field in dataclasses.fields(vision)} if dataclasses.is_dataclass(vision) else set()
-    known |= set(inspect.signature(vision.__init__).parameters)
-    return vision(**{name: value for name, value in _VISION.items() if name in known})
+def _fields(kind: Any) -> set[str]:
+    """The names of a configuration's attributes."""
+    named = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    return named | set(inspect.signature(kind.__init__).parameters)
+
+
+def _tiny_tower(kind: Any) -> Any:
+    parts = {name: _tiny_tower(part).to_dict() for name, part in kind.sub_configs.items()}
+    sizes = {name: value for name, value in _TOWER.items() if name in _fields(kind)}
+    return kind(**(sizes | _SPECIAL_TOWER.get(kind.model_type, {}) | parts))
 
 
 def tiny_config(model_type: str, **options: Any) -> Any:
@@ -99,27 +131,32 @@ def tiny_config(model_type: str, **options: Any) -> Any:
         pytest.skip(f"transformers {transformers.__version__} has no model type {model_type}")
     kind = transformers.CONFIG_MAPPING[model_type]
     if model_type in COMPOSITE:
-        parts = {"text_config": tiny_config(COMPOSITE[model_type]), "vision_config": _tiny_vision(kind)}
+        default = kind()
+        towers = {name: getattr(default, name) for name in kind.sub_configs if name != "text_config"}
+        parts = {name: _tiny_tower(type(tower)) for name, tower in towers.items() if tower is not None}
+        parts["text_config"] = tiny_config(COMPOSITE[model_type])
         return kind(**{name: part.to_dict() for name, part in parts.items()})
-    known = set(inspect.signature(kind.__init__).parameters)
-    if dataclasses.is_dataclass(kind):
-        known |= {field.name for field in dataclasses.fields(kind)}
-    sizes = {name: value for name, value in _SIZES.items() if name in known}
+    sizes = {name: value for name, value in _SIZES.items() if name in _fields(kind)}
     return kind(**(sizes | SPECIAL.get(model_type, {}) | options))
+
+
+def _auto_class(model_type: str, config: Any) -> Any:
+    """The first that knows the configuration; a text model alone comes last for what is around one."""
+    import transformers
+
+    tasks = ["CausalLM", "ImageTextToText", "MultimodalLM", "TokenClassification"]
+    tasks = tasks[1:] if model_type in COMPOSITE else tasks
+    kinds = [getattr(transformers, f"AutoModelFor{task}") for task in tasks]
+    return next(kind for kind in kinds if type(config) in kind._model_mapping)
 
 
 def tiny_model(model_type: str, **options: Any) -> Any:
     """A model in float32 whose gate, up and down projections differ in spread and mean, and whose activations
     pass the limits that some families have.
     """
-    import transformers
-
     torch.manual_seed(0)
     config = tiny_config(model_type, **options)
-    auto = transformers.AutoModelForCausalLM
-    if model_type in COMPOSITE:
-        auto = transformers.AutoModelForImageTextToText
-    model = auto.from_config(config, experts_implementation="eager").float().eval()
+    model = _auto_class(model_type, config).from_config(config, experts_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -36,7 +36,8 @@ _MIXTRAL_LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 # leave experts of their own names at random.
 _STACKED_MODELS = (
     "aria_text", "gemma4_text", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-    "hy_v4", "hy_v4_vl_text", "inkling_text", "lara_mini", "llama4_text", "minimax_m3_vl_text", "qwen3_vl_moe_text", "zaya",
+    "hy_v4", "hy_v4_vl_text", "inkling_text", "lara_mini", "llama4_text", "minimax_m3_vl_text", "mistral4",
+    "openai_privacy_filter", "qwen3_vl_moe_text", "zaya",
 )  # fmt: skip
 # Describes the quantisation, or holds tensors that are written anew.
 _NOT_COPIED = ("config.json", "quantize_config.json", "quantization_config.json", "recipe.yaml", INDEX_FILE)

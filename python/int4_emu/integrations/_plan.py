@@ -148,6 +148,8 @@ class Plan:
             plan = self.checkpoint.plan(layer)
             nbytes = plan.dense_bytes(self.dtype) if self.weights == "dequantized" else plan.packed_bytes()
             self._put(model, name, hosted, nbytes)
+            # The host's block may initialise the parameters of its experts (Qwen3-Omni's does): it has none now.
+            model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
 
     def _other_layers(self, model: Any, hosts: list[int]) -> str:
         return (
