@@ -1,7 +1,9 @@
 #include "check.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "../core/layout.h"
 #include "device.h"
@@ -109,8 +111,7 @@ void check_out(const Tensor& out, const std::vector<int64_t>& want, const char* 
   if (!out.is_contiguous()) fail(name, " must be contiguous, got shape ", shape_text(out), " with other strides");
 }
 
-void check_disjoint(const Tensor& out, const Tensor& in, const char* in_name, const char* out_name) {
-  if (out.numel() == 0 || in.numel() == 0) return;
+void check_disjoint(const Tensor& out, std::initializer_list<NamedTensor> others, const char* out_name) {
   // The span of a strided tensor: from its first element to its last.
   const auto span = [](const Tensor& t) {
     int64_t last = 0;
@@ -118,8 +119,13 @@ void check_disjoint(const Tensor& out, const Tensor& in, const char* in_name, co
     const char* begin = static_cast<const char*>(t.const_data_ptr());
     return std::pair<const char*, const char*>(begin, begin + (last + 1) * static_cast<int64_t>(t.element_size()));
   };
-  const auto a = span(out), b = span(in);
-  if (a.first < b.second && b.first < a.second) fail(out_name, " must not share memory with ", in_name);
+  if (out.numel() == 0) return;
+  const auto a = span(out);
+  for (const NamedTensor& in : others) {
+    if (in.tensor == nullptr || in.tensor->numel() == 0) continue;
+    const auto b = span(*in.tensor);
+    if (a.first < b.second && b.first < a.second) fail(out_name, " must not share memory with ", in.name);
+  }
 }
 
 void check_bits(int64_t bits, const char* name) {
@@ -200,6 +206,8 @@ ActivationSpec check_activation(int64_t activation, std::optional<double> limit,
     fail("activation ", name, " takes ", kind == Activation::silu ? "limit" : "no parameter", ", got ", limit ? "limit " : "",
          alpha ? "alpha " : "", beta ? "beta " : "");
   }
+  for (const auto& [value, what] : {std::pair(alpha, "alpha"), std::pair(beta, "beta")})
+    if (value && !std::isfinite(*value)) fail(what, " must be finite, got ", *value, " (activation ", name, ")");
   if (limit && !(*limit > 0)) fail("limit must be > 0, got ", *limit, " (activation ", name, ")");
   ActivationSpec spec;
   spec.kind = kind;

@@ -45,8 +45,14 @@ void check_float(const Tensor& t, const char* name);  // float32, float16 or bfl
 // `formula` spells the dimensions, `context` the sizes they come from.
 void check_shape(const Tensor& t, const char* name, const std::vector<int64_t>& want, const char* formula, const std::string& context);
 void check_out(const Tensor& out, const std::vector<int64_t>& want, const char* formula, const std::string& context, const char* name = "out");
-// The memory of `out` and of `in` must not overlap.
-void check_disjoint(const Tensor& out, const Tensor& in, const char* in_name, const char* out_name = "out");
+struct NamedTensor {
+  const Tensor* tensor;  // null: not given
+  const char* name;
+  NamedTensor(const Tensor& t, const char* n) : tensor(&t), name(n) {}
+  NamedTensor(const OptionalTensor& t, const char* n) : tensor(t ? &*t : nullptr), name(n) {}
+};
+// The memory of `out` must overlap none of the others.
+void check_disjoint(const Tensor& out, std::initializer_list<NamedTensor> others, const char* out_name = "out");
 void check_bits(int64_t bits, const char* name = "bits");
 void check_group_size(int64_t group_size, int64_t k, const char* name, const char* k_name);
 Format check_format(int64_t format);

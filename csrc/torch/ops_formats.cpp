@@ -231,8 +231,7 @@ void dequantize_out(const Tensor& qweight, const Tensor& scales, const OptionalT
   const Matrix a = dequantize_arguments(qweight, scales, qzeros, g_idx, group_size, format, bits, in_features);
   check_float(out, "out");
   check_out(out, a.with_batch({a.m.out_features, a.m.in_features}), "[..., O, I]", a.context);
-  check_disjoint(out, qweight, "qweight");
-  check_disjoint(out, scales, "scales");
+  check_disjoint(out, {{qweight, "qweight"}, {scales, "scales"}, {qzeros, "qzeros"}, {g_idx, "g_idx"}});
   raise_if_error(device::dequantize(a.m, to_dtype(out.scalar_type()), out.mutable_data_ptr()), "dequantize_out");
 }
 
@@ -262,8 +261,14 @@ void repack_out(const Tensor& qweight, const Tensor& scales, const OptionalTenso
     check_dtype(*out_qzeros, "out_qzeros", {ScalarType::Byte});
     check_out(*out_qzeros, r.a.with_batch({m.out_features, m.groups}), "[..., O, C]", r.a.context, "out_qzeros");
   }
-  check_disjoint(out_qweight, qweight, "qweight", "out_qweight");
-  check_disjoint(out_scales, scales, "scales", "out_scales");
+  const auto check_apart = [&](const Tensor& out, const char* name) {
+    check_disjoint(out, {{qweight, "qweight"}, {scales, "scales"}, {qzeros, "qzeros"}, {in_perm, "in_perm"}, {out_perm, "out_perm"}}, name);
+  };
+  check_apart(out_qweight, "out_qweight");
+  check_apart(out_scales, "out_scales");
+  if (out_qzeros) check_apart(*out_qzeros, "out_qzeros");
+  check_disjoint(out_qweight, {{out_scales, "out_scales"}, {out_qzeros, "out_qzeros"}}, "out_qweight");
+  check_disjoint(out_scales, {{out_qzeros, "out_qzeros"}}, "out_scales");
   r.run(static_cast<uint8_t*>(out_qweight.mutable_data_ptr()), out_scales.mutable_data_ptr(),
         out_qzeros ? static_cast<uint8_t*>(out_qzeros->mutable_data_ptr()) : nullptr);
 }

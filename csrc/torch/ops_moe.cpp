@@ -183,13 +183,14 @@ Layer layer_of(const Tensor& x, const Routing& r, const Options& o, int64_t expe
   return layer;
 }
 
-void check_layer_out(const Tensor& out, const Tensor& x) {
+void check_layer_out(const Tensor& out, const Tensor& x, std::initializer_list<NamedTensor> weights, const Routing& r) {
   if (x.scalar_type() == ScalarType::Float)
     check_dtype(out, "out", {ScalarType::Float});
   else
     check_dtype(out, "out", {x.scalar_type(), ScalarType::Float});
   check_out(out, {x.size(0), x.size(1)}, "[M, H]", "hidden_states " + shape_text(x));
-  check_disjoint(out, x, "hidden_states");
+  check_disjoint(out, {{x, "hidden_states"}, {r.weights, "topk_weights"}, {r.ids, "topk_ids"}, {r.expert_map, "expert_map"}});
+  check_disjoint(out, weights);
 }
 
 Layer dense_layer(const Tensor& x, const Tensor& w13, const Tensor& w2, const Routing& r, const OptionalTensor& w13_bias,
@@ -324,7 +325,8 @@ void grouped_gemm_out(const Tensor& x, const Tensor& weight, const Tensor& exper
   Grouped g = grouped_of(x, weight, expert_offsets, scales, qzeros, perm, bias, group_size, bits, layout);
   check_dtype(out, "out", {x.scalar_type()});
   check_out(out, {x.size(0), weight.size(1)}, "[R, N]", "x " + shape_text(x) + ", weight " + shape_text(weight));
-  check_disjoint(out, x, "x");
+  check_disjoint(out, {{x, "x"}, {weight, "weight"}, {expert_offsets, "expert_offsets"}, {scales, "scales"}, {qzeros, "qzeros"}, {perm, "perm"},
+                       {bias, "bias"}});
   g.run(out, "grouped_gemm_out");
 }
 
@@ -341,9 +343,10 @@ void fused_moe_out(const Tensor& hidden_states, const Tensor& w13, const Tensor&
                    const OptionalTensor& w13_bias, const OptionalTensor& w2_bias, const OptionalTensor& expert_map, int64_t global_num_experts,
                    int64_t activation, Float limit, Float alpha, Float beta, int64_t w13_order, bool apply_router_weight_on_input, Tensor out) {
   const DeviceScope scope(hidden_states);
-  Layer layer = dense_layer(hidden_states, w13, w2, {topk_weights, topk_ids, expert_map, global_num_experts}, w13_bias, w2_bias,
+  const Routing routing{topk_weights, topk_ids, expert_map, global_num_experts};
+  Layer layer = dense_layer(hidden_states, w13, w2, routing, w13_bias, w2_bias,
                             {activation, limit, alpha, beta, w13_order, apply_router_weight_on_input});
-  check_layer_out(out, hidden_states);
+  check_layer_out(out, hidden_states, {{w13, "w13"}, {w2, "w2"}, {w13_bias, "w13_bias"}, {w2_bias, "w2_bias"}}, routing);
   layer.run(out, "fused_moe_out");
 }
 
@@ -368,11 +371,14 @@ void fused_moe_packed_out(const Tensor& hidden_states, const Tensor& w13, const 
                           int64_t global_num_experts, int64_t intermediate_size, int64_t w13_bits, int64_t w2_bits, int64_t layout,
                           int64_t activation, Float limit, Float alpha, Float beta, int64_t w13_order, bool apply_router_weight_on_input, Tensor out) {
   const DeviceScope scope(hidden_states);
-  Layer layer = packed_layer(hidden_states, w13, w2, {topk_weights, topk_ids, expert_map, global_num_experts},
-                             {w13_scales, w13_qzeros, w13_perm, w13_group_size, w13_bits, layout},
+  const Routing routing{topk_weights, topk_ids, expert_map, global_num_experts};
+  Layer layer = packed_layer(hidden_states, w13, w2, routing, {w13_scales, w13_qzeros, w13_perm, w13_group_size, w13_bits, layout},
                              {w2_scales, w2_qzeros, OptionalTensor{}, w2_group_size, w2_bits, layout}, intermediate_size, w13_bias, w2_bias,
                              {activation, limit, alpha, beta, w13_order, apply_router_weight_on_input});
-  check_layer_out(out, hidden_states);
+  check_layer_out(out, hidden_states,
+                  {{w13, "w13"}, {w2, "w2"}, {w13_scales, "w13_scales"}, {w2_scales, "w2_scales"}, {w13_qzeros, "w13_qzeros"},
+                   {w2_qzeros, "w2_qzeros"}, {w13_perm, "w13_perm"}, {w13_bias, "w13_bias"}, {w2_bias, "w2_bias"}},
+                  routing);
   layer.run(out, "fused_moe_packed_out");
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ._enums import Activation, parse_enum
 
 _TAKES: dict[Activation, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -23,7 +25,8 @@ def check_activation(
         The enum member.
 
     Raises:
-        ValueError: unknown activation, a required parameter is missing, or one is given that it does not take.
+        ValueError: unknown activation, a required parameter is missing, one is given that it does not take, `limit` is not positive,
+            or `alpha` or `beta` is not finite.
     """
     kind = parse_enum(Activation, activation, "activation")
     required, optional = _TAKES.get(kind, ((), ()))
@@ -35,6 +38,9 @@ def check_activation(
     if extra:
         takes = ", ".join(required + optional) or "no parameter"
         raise ValueError(f"activation {kind.name} takes {takes}, got {', '.join(extra)}")
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value} (activation {kind.name})")
     if limit is not None and not limit > 0:
         raise ValueError(f"limit must be > 0, got {limit} (activation {kind.name})")
     return kind

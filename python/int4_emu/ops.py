@@ -344,7 +344,7 @@ def fused_moe(
         activation, limit, alpha, beta: see docs/api.md; a parameter that the activation needs must be given, no other may.
         w13_order: `halves` (all gate rows, then all up rows) or `interleaved` (g0, u0, g1, u1, ...).
         apply_router_weight_on_input: k = 1 only: the weight multiplies x, and nothing later.
-        out: contiguous [M, H] of x's dtype, or float32, to write instead; must not overlap hidden_states.
+        out: contiguous [M, H] of x's dtype, or float32, to write instead; must not overlap an argument.
 
     Returns:
         [M, H] in x's dtype, or `out`.
