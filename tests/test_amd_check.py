@@ -184,6 +184,20 @@ def test_each_gate_can_fail(
     assert len(bad) == 1 and said in bad[0]
 
 
+@pytest.mark.parametrize(("name", "least"), [
+    ("stream_kernel<WmmaGfx12<Fp16>, Fp16, (WeightKind)1, (Form)0, 1, 1, 4>", 6),
+    ("stream_kernel<MfmaGfx9<Bf16>, Bf16, (WeightKind)1, (Form)0, 1, 1>", 2),
+    ("act_order_kernel<(CodeReader::Words)1, 8, float>", 3),
+    ("act_order_kernel<(CodeReader::Words)1, 4, float>", 4),
+    ("moe_sum_kernel", 4),
+])  # fmt: skip
+def test_the_least_occupancy_goes_by_how_a_name_begins(name: str, least: int) -> None:
+    """Names hold parentheses, which mean something else in a pattern."""
+    said = f"{least - 1} waves fit a SIMD, {least} must"
+    assert said in gates.complaints(kernel(name, occupancy=least - 1), CODE, 64)
+    assert not any("SIMD" in c for c in gates.complaints(kernel(name, occupancy=least), CODE, 64))
+
+
 def test_other_tiles_are_counted_and_not_gated() -> None:
     two = kernel(kernel().name.replace(", 1, 1>", ", 2, 1>"), valu=3.0)
     assert gates.token_tiles(two.name) == 2

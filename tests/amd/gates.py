@@ -33,7 +33,7 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Werror", "-Rpass-analysis=kernel-resource-usage"),
 ]
 
-# Waves that must fit a SIMD, by a kernel's name; the first that matches. Eight (gfx9) or sixteen (gfx11, gfx12) are the most.
+# Waves that must fit a SIMD, by how a kernel's name begins; the first that fits. Eight (gfx9) or sixteen (gfx11, gfx12) are the most.
 LEAST_OCCUPANCY = [
     *(("stream_kernel<Wmma", 6), ("stream_kernel", 2), ("gemm_kernel", 2)),
     # 17 KB of local memory a block, for 256 columns of 64 rows of bytes.
@@ -93,7 +93,7 @@ def complaints(kernel: Kernel, code: list[parse.Instruction], most_threads: int)
         bad.append(f"{r.sgpr_spills} scalar and {r.vgpr_spills} vector registers spilled")
     if r.lds > target.lds:
         bad.append(f"{r.lds} bytes of local memory, {target.lds} are there")
-    least = next(waves for pattern, waves in LEAST_OCCUPANCY if re.match(pattern, kernel.name))
+    least = next(waves for start, waves in LEAST_OCCUPANCY if kernel.name.startswith(start))
     least = max(least, -(-most_threads // (target.wave * 4)))
     if r.occupancy < least:
         bad.append(f"{r.occupancy} waves fit a SIMD, {least} must")
