@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -154,20 +154,27 @@ class Checkpoint:
             f"{module}.{s}" for module, suffixes in names.tensors.items() for s in sorted(suffixes)
         ] + names.unknown
 
+    def expert_modules(self, layer: int) -> list[str]:
+        """The projections of a layer's routed experts, by full module name."""
+        return list(self._layer(layer).modules.values())
+
     # -- Linears other than experts --------------------------------------------------------------------------
 
-    def quantized_linears(self, skip: Callable[[str], bool] = lambda name: False) -> dict[str, QuantScheme]:
+    def quantized_linears(
+        self, skip: Callable[[str], bool] = lambda name: False, experts_of: Container[int] = ()
+    ) -> dict[str, QuantScheme]:
         """The quantised Linears that are no routed experts (attention, dense and shared MLPs), by full module
         name.
 
         Args:
             skip: tensor names that are not looked at.
+            experts_of: layers whose routed experts count as Linears too.
 
         Raises:
             CheckpointError: a module is quantised on disk and not declared so; a `*_proj` matrix is declared
                 quantised and stored in floating point.
         """
-        experts = {m for layer in self._layers.values() for m in layer.modules.values()}
+        experts = {m for n in self._layers if n not in experts_of for m in self.expert_modules(n)}
         schemes: dict[str, QuantScheme] = {}
         for name, info in self._files.infos.items():
             module, _, suffix = name.rpartition(".")

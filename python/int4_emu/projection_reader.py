@@ -97,9 +97,7 @@ class ProjectionReader:
             f"{module} is in floating point on disk, but the quantization_config declares it quantised"
         )
 
-    def inspect(
-        self, module: str, problems: list[str], like: Projection | None = None
-    ) -> Projection | None:
+    def inspect(self, module: str, problems: list[str], like: Projection | None = None) -> Projection | None:
         """Checks one projection by the file headers, and by its `weight_shape` if it has one.
 
         Args:

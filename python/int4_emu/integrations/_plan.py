@@ -118,7 +118,7 @@ class Plan:
         for name in list(self._host):
             if (known := names.parameter(name)) != name:
                 self._host[known] = self._host.pop(name)
-        self._install_experts(model)
+        self._install_experts(model, names)
         self._install_linears(model, names)
         tied = {key.rpartition(".")[0] for key in _tied_keys(model)}
         if clash := sorted(tied & set(self._placeholders)):
@@ -127,7 +127,7 @@ class Plan:
             )
         self._shapes = {key: value.shape for key, value in model.state_dict().items()}
 
-    def _install_experts(self, model: Any) -> None:
+    def _install_experts(self, model: Any, names: HostNames) -> None:
         hosts: dict[int, tuple[str, nn.Module]] = {}
         for name, module in model.named_modules():
             if is_host_experts(module) and (match := _LAYER.search(f"{name}.")):
@@ -137,6 +137,7 @@ class Plan:
                         f"{hosts[int(match[1])][0]} and {name}"
                     )
                 hosts[int(match[1])] = (name, module)
+        self._take_apart(model, names, [layer for layer in self._layers if layer not in hosts])
         if not set(self._layers) <= set(hosts):
             raise CheckpointError(self._other_layers(model, sorted(hosts)))
         self._left = {layer: name for layer, (name, _) in hosts.items() if layer not in self._layers}
@@ -151,7 +152,34 @@ class Plan:
             # The host's block may initialise the parameters of its experts (Qwen3-Omni's does): it has none now.
             model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
 
+    def _take_apart(self, model: Any, names: HostNames, layers: list[int]) -> None:
+        """Treats the experts of these layers as so many Linears, where the model has a Linear for each projection:
+        code that is not transformers' own keeps them so, and computes with them as it likes.
+        """
+        apart = {
+            layer
+            for layer in layers
+            if not any(isinstance(names.linear(m), str) for m in self.checkpoint.expert_modules(layer))
+        }
+        if not apart:
+            return
+        logger.info(
+            "%s keeps each expert by itself: its projections are Linears like others, one call for each",
+            type(model).__name__,
+        )
+        self._layers = [layer for layer in self._layers if layer not in apart]
+        self._schemes = self.checkpoint.quantized_linears(self._predicting.owns, apart)
+        for name, tensor in self._host_tensors().items():
+            if (known := names.parameter(name)) not in self._host:
+                self._host[known] = tensor
+
     def _other_layers(self, model: Any, hosts: list[int]) -> str:
+        if not hosts:
+            return (
+                f"{type(model).__name__} has no experts in reach, which are Linears with the checkpoint's names or "
+                "stacks that transformers calls through experts_implementation; the checkpoint has experts in layers "
+                f"{sorted(self._layers)}"
+            )
         return (
             f"{type(model).__name__} has experts in layers {hosts}, the checkpoint in layers "
             f"{sorted(self._layers)}"

@@ -20,6 +20,7 @@ from ..projection_reader import ContradictingZeros
 from ..weights_choice import WEIGHTS_MODES
 from ._families import ALIASES, check_model_type
 from ._plan import Plan
+from ._remote_code import needs_own_code, own_model_class
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,9 @@ def from_pretrained(
         zero_point_format, contradicting_zeros: as in `int4_emu.Checkpoint`, for files whose zero points belie
             their configuration.
         **hf_kwargs: passed on to transformers: `attn_implementation`, `config`, `device_map`, `max_memory`,
-            attributes of the configuration, and so on.
+            attributes of the configuration, and so on. `trust_remote_code=True` lets the folder's own model code
+            run where transformers has no class for the model; where it has one, that is used and no code of the
+            folder runs, which is logged.
 
     Returns:
         The model in evaluation mode; with `output_loading_info=True` the pair (model, loading information).
@@ -130,10 +133,7 @@ def from_pretrained(
     for name, why in _REFUSED.items():
         if hf_kwargs.pop(name, None) is not None:
             raise ValueError(f"int4_emu.from_pretrained does not take {name}: {why}")
-    if hf_kwargs.pop("trust_remote_code", False):
-        raise ValueError(
-            "int4_emu.from_pretrained never runs code from a checkpoint folder: trust_remote_code must be False"
-        )
+    trusted = bool(hf_kwargs.pop("trust_remote_code", False))
     if device is not None and hf_kwargs.get("device_map") is not None:
         raise ValueError(
             "give device or device_map, not both; "
@@ -152,11 +152,24 @@ def from_pretrained(
     check_model_type(checkpoint.config)
     if not isinstance(dtype, torch.dtype):
         dtype = _stored_dtype(checkpoint.model.config, checkpoint.config)
+    own_code = trusted and needs_own_code(transformers, checkpoint.config)
+    if trusted and not own_code and "auto_map" in checkpoint.config:
+        logger.info(
+            "trust_remote_code=True: transformers %s itself has a class for model_type %r, which is used; no code "
+            "of the folder is run",
+            transformers.__version__,
+            checkpoint.config.get("model_type"),
+        )
     known_type = ALIASES.get(checkpoint.config.get("model_type", ""))
     if known_type is not None and hf_kwargs.get("config") is None:
         hf_kwargs["config"] = _config_of_type(transformers, known_type, checkpoint.config, hf_kwargs)
-    config, kwargs = _read_config(transformers, path, hf_kwargs)
-    model_class = _model_class(transformers, config)
+    code_revision = hf_kwargs.get("code_revision")
+    config, kwargs = _read_config(transformers, path, hf_kwargs, own_code)
+    model_class = (
+        own_model_class(transformers, path, checkpoint.config, code_revision)
+        if own_code
+        else _model_class(transformers, config)
+    )
     plan = Plan(checkpoint, weights=weights, dtype=dtype)
     from ._hf_quantizer import Int4EmuConfig
 
@@ -230,7 +243,7 @@ def _stored_dtype(*configs: Mapping[str, Any]) -> torch.dtype:
 
 
 def _read_config(
-    transformers: Any, path: str | os.PathLike[str], hf_kwargs: dict[str, Any]
+    transformers: Any, path: str | os.PathLike[str], hf_kwargs: dict[str, Any], own_code: bool
 ) -> tuple[Any, dict[str, Any]]:
     """The model's configuration without its quantisation, and the arguments that are left for the model."""
     given = hf_kwargs.pop("config", None)
@@ -244,7 +257,7 @@ def _read_config(
                 return_unused_kwargs=True,
                 local_files_only=True,
                 # Unset, transformers asks on a terminal whether to run the folder's own code.
-                trust_remote_code=False,
+                trust_remote_code=own_code,
                 **hf_kwargs,
             )
         except (OSError, ValueError, KeyError) as error:
@@ -256,8 +269,10 @@ def _read_config(
         kwargs = {**unused, **kwargs}
     # Our wrapper goes in as an argument: left in place, the stock quantiser of that name would take over.
     for part in (config, config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+        # A saved model must not name code that it was not made by either.
+        for name in ("quantization_config", *(() if own_code else ("auto_map",))):
+            if hasattr(part, name):
+                delattr(part, name)
     return config, kwargs
 
 
