@@ -190,8 +190,12 @@ def test_device_map_that_offloads_is_refused() -> None:
         load(device_map="auto", max_memory={"cpu": 100_000})
 
 
-def test_arguments_reach_transformers() -> None:
-    model = load(attn_implementation="eager", use_cache=False)
+def test_arguments_reach_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    monkeypatch.delitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "int4_emu", raising=False)
+    model = load(attn_implementation="eager", use_cache=False, experts_implementation="int4_emu")
+    assert model.config._experts_implementation == "int4_emu"
     assert model.config._attn_implementation == "eager"
     assert model.config.use_cache is False
     config = transformers.AutoConfig.from_pretrained(BARD)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel, Llama4TextExperts, Llama4TextMoe
 
+from .. import ops
+from ._gating import find_gating
 from ._modules import HostedLlama4Experts
+
+_host_forward = Llama4TextMoe.forward
 
 
 class RoutedMoe(Llama4TextMoe):
@@ -21,11 +28,60 @@ class RoutedMoe(Llama4TextMoe):
         Returns:
             The sum of the routed and the shared experts [M, H], and the router's logits [M, E].
         """
-        x = hidden_states.reshape(-1, self.hidden_dim)
-        _, logits = self.router(x)
-        top, ids = torch.topk(logits, self.top_k, dim=1)
-        # Rounded as the host's weights are.
-        weights = torch.sigmoid(top.float()).to(x.dtype)
-        out = self.shared_expert(x)
-        routed: HostedLlama4Experts = self.experts  # type: ignore[assignment]
-        return out + routed.route(x, ids, weights), logits
+        experts: HostedLlama4Experts = self.experts  # type: ignore[assignment]
+        return _forward(self, hidden_states, experts.route)
+
+
+def let_choose_experts(implementation: str) -> None:
+    """Makes `experts_implementation` count for Llama-4, whose blocks call their experts without asking for it.
+
+    The host's block takes the place of the experts in this: it alone knows the routing. Any other choice is what it was.
+    """
+    if hasattr(Llama4TextExperts, "_apply_gate"):
+        return  # a later transformers, which asks
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shared_expert.config._experts_implementation != implementation:
+            return _host_forward(self, hidden_states)
+        return _forward(self, hidden_states, lambda *routing: _float_experts(self.experts, *routing))
+
+    def no_grouped_mm(self: Any) -> bool:
+        # Otherwise it would be the default now, and do nothing.
+        raise ValueError(f"{type(self).__name__} calls its experts without grouped_mm.")
+
+    block: Any = Llama4TextMoe
+    block.forward = forward
+    model: Any = Llama4PreTrainedModel
+    model._can_set_experts_implementation = classmethod(lambda cls: True)
+    model._grouped_mm_can_dispatch = no_grouped_mm
+
+
+def _forward(
+    block: Any, hidden_states: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The block around `experts`, which takes x [S, H], weights [S, 1] and ids [S, 1] and returns [S, H]."""
+    x = hidden_states.reshape(-1, block.hidden_dim)
+    _, logits = block.router(x)
+    top, ids = torch.topk(logits, block.top_k, dim=1)
+    # Rounded as the host's weights are.
+    weights = torch.sigmoid(top.float()).to(x.dtype)
+    # The weight is on the input, so that each slot is a row of its own.
+    rows = x.repeat_interleave(block.top_k, dim=0)
+    routed = experts(rows, weights.reshape(-1, 1).float(), ids.reshape(-1, 1))
+    return block.shared_expert(x) + routed.view(len(x), block.top_k, -1).sum(dim=1), logits
+
+
+def _float_experts(module: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The host's parameters through the op: `gate_up_proj` [E, H, 2I] and `down_proj` [E, I, H]."""
+    gating = getattr(module, "_int4_emu_gating", None)
+    if gating is None:
+        gating = module._int4_emu_gating = find_gating(module, type(module).__name__)
+    return ops.fused_moe(
+        x,
+        module.gate_up_proj.transpose(1, 2),
+        module.down_proj.transpose(1, 2),
+        weights,
+        ids,
+        activation=gating.activation,
+        apply_router_weight_on_input=True,
+    )

@@ -136,18 +136,10 @@ class HostedLlama4Experts(HostedExperts):
         ones = torch.ones(rows, 1, dtype=torch.float32, device=hidden_states.device)
         return self.experts(hidden_states, ones, ids)
 
-    def route(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The routed sum with the router's weight on the input: [M, H] from x [M, H], ids and weights [M, k]."""
+    def route(self, hidden_states: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:
+        """The experts' sum [M, H] of x [M, H] with the router's weights [M, 1] on the input; ids [M, 1]."""
         assert self.experts is not None
-        k = top_k_index.shape[1]
-        x = hidden_states.repeat_interleave(k, dim=0)
-        y = self.experts(
-            x,
-            top_k_weights.reshape(-1, 1).float(),
-            top_k_index.reshape(-1, 1),
-            apply_router_weight_on_input=True,
-        )
-        return y.view(-1, k, y.shape[-1]).sum(dim=1)
+        return self.experts(hidden_states, top_k_weights, top_k_index, apply_router_weight_on_input=True)
 
 
 def host_experts(model: nn.Module, name: str, module: nn.Module) -> HostedExperts:

@@ -170,6 +170,8 @@ def from_pretrained(
         if own_code
         else _model_class(transformers, config)
     )
+    if "experts_implementation" in kwargs:
+        register_experts()
     plan = Plan(checkpoint, weights=weights, dtype=dtype)
     from ._hf_quantizer import Int4EmuConfig
 
@@ -206,8 +208,10 @@ def register_experts() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     from ._experts_function import experts_forward
+    from ._llama4 import let_choose_experts
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)
+    let_choose_experts(EXPERTS_IMPLEMENTATION)
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
