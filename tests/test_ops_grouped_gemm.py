@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -89,6 +90,38 @@ def test_every_few_rows_over_long_rows_of_codes(
             rng, 9, 11, columns, group_size, bits=bits, symmetric=symmetric, scales_dtype=torch.bfloat16
         )
         oracle.check(to_numpy(run_packed(ops, x, w, offsets)), want_rows(x, w.exact, offsets, True, None))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows_far_from_one(ops: ModuleType, bits: int, rows: int, rng: np.random.Generator) -> None:
+    """Zeros, tiny, huge, infinite and NaN rows beside ordinary ones: each gets its own numbers, and none touches another."""
+    x = random_floats(rng, (7, 192), torch.bfloat16)
+    x[1], x[3], x[4, 5], x[5, 7] = 0, np.ldexp(x[3], 110), np.inf, np.nan
+    x[2] = oracle.round_to(np.ldexp(x[2], -122), "bfloat16")
+    w = quantise(rng, 7, 11, 192, 32, bits=bits, symmetric=False)
+    offsets = [*range(8)] if rows == 1 else [0, 7, 7, 7, 7, 7, 7, 7]
+    w = replace(w, scales=w.scales * 64, exact=w.exact * 64)
+    got = to_numpy(run_packed(ops, to_torch(x, torch.bfloat16), w, offsets))
+    finite = np.isfinite(x).all(1)
+    want = want_rows(to_torch(np.where(np.isfinite(x), x, 0), torch.bfloat16), w.exact, offsets, True, None)
+    oracle.check(got[finite], oracle.Judged(want.value[finite], want.error[finite]))
+    # An infinity is one, with its sign, or NaN: of a code at its zero point, or where a kernel keeps no infinities.
+    weights = w.exact[4 if rows == 1 else 0]
+    assert (np.isnan(got[4]) | (got[4] == np.copysign(np.inf, weights[:, 5]))).all()
+    assert np.isnan(got[5]).all()
+
+
+def test_no_scale_of_the_next_row_is_met(ops: ModuleType, rng: np.random.Generator) -> None:
+    """Five groups of 32 end inside a block of 64 codes, and every other row has no numbers for scales."""
+    x = to_torch(random_floats(rng, (3, 160), torch.bfloat16), torch.bfloat16)
+    w = quantise(rng, 1, 12, 160, 32)
+    w.scales[:, 1::2] = float("nan")
+    for rows in (1, 3):
+        got = run_packed(ops, x[:rows], w, [0, rows])
+        want = want_rows(x[:rows], w.exact, [0, rows], True, None)
+        oracle.check(to_numpy(got)[:, ::2], oracle.Judged(want.value[:, ::2], want.error[:, ::2]))
+        assert got[:, 1::2].isnan().all()
 
 
 def test_act_order_gather(ops: ModuleType, rng: np.random.Generator) -> None:

@@ -9,7 +9,8 @@
 #include "simd_decode.h"
 #include "simd_transposed.h"
 #include "simd_tile.h"
-#include "simd_codes256.h"
+#include "simd_fixed256.h"
+#include "simd_panels256.h"
 
 namespace int4_emu::cpu {
 namespace {
@@ -19,7 +20,7 @@ const TileTable kTable = {"avx2",
                           kKMultiple,
                           {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
                           {nullptr, nullptr, nullptr, nullptr},
-                          {serves_codes, packed_codes_x_bytes, pack_codes_x_any, multiply_codes},
+                          {serves_product, product_x_bytes, pack_product_x, multiply_product},
                           activate,
                           combine,
                           dequantize_row,
