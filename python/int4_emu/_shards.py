@@ -8,13 +8,14 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ._stacks import Slice, slices_of_stacks
 from .errors import CheckpointError
 
 logger = logging.getLogger("int4_emu.checkpoint")
@@ -187,6 +188,7 @@ class TensorFiles:
         if twice:
             raise CheckpointError(f"duplicate tensors: {listed(twice)}")
         self._check_claims(claims or {})
+        self._slices = self._tell_experts_apart()
         if stray:
             message = f"{len(stray)} tensors are in the files but not in {INDEX_FILE}: {listed(stray)}"
             if strict:
@@ -204,10 +206,25 @@ class TensorFiles:
                 f"{INDEX_FILE} names {len(wrong)} tensors that the files do not hold there: {listed(wrong)}"
             )
 
+    def _tell_experts_apart(self) -> dict[str, Slice]:
+        """Replaces stacks of quantised experts in `infos` by their parts, and returns where these lie."""
+        stacks = slices_of_stacks((info.name, info.shape) for info in self.infos.values())
+        parts = {name: own for found in stacks.values() for name, own in found}
+        if twice := sorted(set(parts) & set(self.infos)):
+            raise CheckpointError(f"stored by themselves and in one tensor of all experts: {listed(twice)}")
+        for stack, found in stacks.items():
+            info = self.infos.pop(stack)
+            self.infos |= {name: replace(info, name=name, shape=own.shape) for name, own in found}
+        return parts
+
     @property
     def shards(self) -> tuple[str, ...]:
         """The file names, sorted."""
         return tuple(self._files)
+
+    def is_part_of_stack(self, name: str) -> bool:
+        """Whether a tensor is one expert's part of a stored one."""
+        return name in self._slices
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as a view of the mapped file; never write to it."""
@@ -221,8 +238,16 @@ class TensorFiles:
         if name not in self.infos:
             raise CheckpointError(f"tensor {name} is not in {self.folder}")
         file = self._files[self.infos[name].shard]
+        own = self._slices.get(name)
+        stored, index = (name, cuts) if own is None else (own.stack, (own.index, *(cuts or ())))
         try:
-            tensor: torch.Tensor = file.get_tensor(name) if cuts is None else file.get_slice(name)[cuts]
+            if index is None:
+                tensor: torch.Tensor = file.get_tensor(name)
+            else:
+                with torch.device(
+                    "cpu"
+                ):  # a host that builds its model on the meta device would get a part of that
+                    tensor = file.get_slice(stored)[index]
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(
                 f"tensor {name} in {self.infos[name].shard} cannot be read: {error}"

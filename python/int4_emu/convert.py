@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,13 @@ def plan_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[list[Outpu
     for layer in checkpoint.moe_layers:
         checkpoint.plan(layer)  # the coverage table: a gap raises here, before anything is written
     schemes = dict(checkpoint.quantized_linears())
-    blocks, dropped = [], set[str]()
+    blocks, dropped, joined = [], set[str](), set[str]()
     for layer in checkpoint.moe_layers:
         plan = checkpoint.plan(layer)
         blocks.append(plan.layer.block)
         dropped |= set(plan.unknown)  # only a lenient reader comes this far with any
         schemes |= {p.module: p.scheme for p in plan.projections.values() if p.scheme is not None}
+        joined |= {module for (_, role), module in plan.layer.modules.items() if role == "gate_up"}
     renamed = _renamer(checkpoint.model.model_type, blocks)
     # A quantised module's tensors become one weight, where its codes were.
     leaders = {
@@ -162,25 +163,49 @@ def plan_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[list[Outpu
         if name in leaders:
             module = leaders[name]
             shape = checkpoint.linear_shape(module)
-            tensors.append(
-                OutputTensor(
-                    renamed(f"{module}.weight"),
-                    dtype,
-                    shape,
-                    _Dequantize(checkpoint, module, schemes[module], dtype),
-                )
-            )
+            source = _Dequantize(checkpoint, module, schemes[module], dtype)
+            tensors += _apart(OutputTensor(f"{module}.weight", dtype, shape, source), joined, renamed)
         elif name not in parts and name not in dropped:
             info = checkpoint.tensor_info(name)
             if info.dtype is None:
                 raise CheckpointError(f"{name} is {info.stored_dtype}, a type that is not understood")
-            tensors.append(OutputTensor(renamed(name), info.dtype, info.shape, _Copy(checkpoint, name)))
+            whole = OutputTensor(name, info.dtype, info.shape, _Copy(checkpoint, name))
+            tensors += _apart(whole, joined, renamed)
     twice = {t.name for t in tensors}
     if len(twice) != len(tensors):
         seen: set[str] = set()
         name = next(t.name for t in tensors if t.name in seen or seen.add(t.name))  # type: ignore[func-returns-value]
         raise CheckpointError(f"two tensors of the checkpoint would both be written as {name}")
     return tensors, len(leaders)
+
+
+def _apart(
+    tensor: OutputTensor, joined: Container[str], renamed: Callable[[str], str]
+) -> Iterator[OutputTensor]:
+    """The tensor under its published name; of a module that joins gate and up projection, the rows of each: no
+    expert is published with both in one, and transformers would leave it at random.
+    """
+    module, _, suffix = tensor.name.rpartition(".")
+    if module not in joined:
+        yield replace(tensor, name=renamed(tensor.name))
+        return
+    experts, half = module.rpartition(".")[0], tensor.shape[0] // 2
+    for leaf, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, None))):
+        yield replace(
+            tensor,
+            name=renamed(f"{experts}.{leaf}.{suffix}"),
+            shape=(half, *tensor.shape[1:]),
+            make=_Rows(tensor.make, rows),
+        )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    make: Callable[[], Tensor]
+    rows: slice
+
+    def __call__(self) -> Tensor:
+        return self.make()[self.rows].contiguous()
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def discover_moe_layers(
     if fused:
         raise CheckpointError(
             f"{len(fused)} tensors below `experts` do not belong to one numbered expert "
-            f"(experts.N.<projection>.<tensor>) and are not understood: {listed(fused)}"
+            "(experts.N.<projection>.<tensor>), nor are they compressed-tensors' packed weights [E, O, I / k] of all E "
+            f"experts with what goes with them [E, ...], and are not understood: {listed(fused)}"
         )
     for key, block in routers.items():
         if key not in found and key not in left and not is_extra(key[0]) and _looks_routed(block, found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -85,7 +86,11 @@ class ProjectionReader:
                 )
             return None
         # A list that names this very module is not outvoted by the module's other spellings.
-        for name in () if stored and self.quantization.excludes(module) else names_of(module):
+        names = names_of(module)
+        if self.files.is_part_of_stack(f"{module}.weight_packed"):
+            # The tool saw one parameter, without an expert's number in its name.
+            names += [re.sub(r"(^|\.)experts\.\d+\.", r"\1experts.", name) for name in names]
+        for name in () if stored and self.quantization.excludes(module) else names:
             scheme = self.quantization.scheme_for(name)
             if (scheme is not None) == stored:
                 return scheme
