@@ -156,6 +156,19 @@ def test_the_stacks_of_other_formats_are_refused(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_experts_of_no_size_are_not_counted_out(tmp_path: Path) -> None:
+    def claim(tensors: Tensors) -> Tensors:
+        stacked = stack(tensors, SPELLINGS[0])
+        name = next(name for name in stacked if name.endswith("down_proj.weight_packed"))
+        parts = [n for n in stacked if n.startswith(name.removesuffix("_packed"))]
+        return stacked | {n: stacked[n].new_empty((1 << 40, 0, 8)) for n in parts}
+
+    _, quantised = write_pair(tiny_model("qwen3_moe"), tmp_path, "compressed_tensors", GROUP)
+    folder = restore(quantised, tmp_path / "stacked", claim)
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj has 1099511627776 experts: no model has"):
+        int4_emu.Checkpoint(folder)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_convert_writes_gate_and_up_apart(kind: str, tmp_path: Path) -> None:
     """transformers joins them when it loads, and knows no experts that come joined one by one."""

@@ -8,12 +8,18 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .errors import CheckpointError
+
 # compressed-tensors names what belongs to a parameter after it (`up_proj_packed`), and to a Linear below it
 # (`up_proj.weight_packed`).
 _STACK = re.compile(
     r"(?P<experts>(?:.+\.)?experts)\.(?P<projection>(?:gate_up|gate|up|down)_proj)"
     r"(?:[._]weight_|[._](?=bias)|_)(?P<part>packed|scale|zero_point|shape|bias)"
 )
+
+
+# Twenty times what the largest models have. A header may claim any number of experts of no size at all.
+_MOST_PARTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,16 @@ def slices_of_stacks(stored: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str,
     Returns:
         Name of the stack to (name, slice) of its parts. A projection whose tensors are not all stacks of the same number
         of experts is left as it is.
+
+    Raises:
+        CheckpointError: more experts than any model has.
     """
     groups: dict[tuple[str, str], dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, shape in stored:
         if match := _STACK.fullmatch(name):
             groups.setdefault((match["experts"], match["projection"]), {})[match["part"]] = (name, shape)
     found: dict[str, list[tuple[str, Slice]]] = {}
+    total = 0
     for (experts, projection), parts in groups.items():
         packed = parts.get("packed", ("", ()))[1]
         if len(packed) != 3 or any(
@@ -53,6 +63,11 @@ def slices_of_stacks(stored: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str,
             for part, (_, shape) in parts.items()
         ):
             continue
+        total += packed[0] * len(parts)
+        if total > _MOST_PARTS:
+            raise CheckpointError(
+                f"{experts}.{projection} has {packed[0]} experts: no model has {total} tensors of experts"
+            )
         for part, (name, shape) in parts.items():
             suffix = part if part == "bias" else f"weight_{part}"
             for expert in range(packed[0]):
