@@ -41,9 +41,9 @@ bool fixed_fits(const Weight& w, DType x) {
   return x != DType::f32 && w.k >= 2 * kFixedBlock && w.layout == Layout::canonical && (w.groups == 1 || w.group_size % kSlot == 0);
 }
 
-// Rows of x in groups of kMostRows, the last perhaps of fewer: [row group][segment][row of the group].
+// Rows of x in groups of up to kMostRows, evenly cut: [row group][segment][row of the group].
 inline int64_t row_groups(int64_t m) { return (m + kMostRows - 1) / kMostRows; }
-inline int64_t group_begin(int64_t m, int64_t g) { return g * kMostRows < m ? g * kMostRows : m; }
+inline int64_t group_begin(int64_t m, int64_t g) { return m * g / row_groups(m); }
 
 size_t fixed_x_bytes(const Weight& w, int64_t m) { return static_cast<size_t>(m * segments_of(w, w.k) * segment_bytes(w)); }
 
@@ -161,7 +161,8 @@ inline Vf scales_at(const Weight& w, const void* scales, int64_t first, int64_t 
 }
 inline Vi zeros_at(const uint8_t* zeros, int64_t first, int64_t left) {
   uint64_t bytes = 0;
-  __builtin_memcpy(&bytes, zeros + first, left >= kLanes ? kLanes : left);
+  if (left >= kLanes) __builtin_memcpy(&bytes, zeros + first, kLanes);
+  else __builtin_memcpy(&bytes, zeros + first, left);
   return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(bytes)));
 }
 
@@ -283,9 +284,21 @@ void add_segments(const uint8_t* const (&rows)[R], const Slots<kChunk<M>>* slots
 // c[i][0..R) (+)= the sums of totals' lanes.
 template <int R, int M>
 inline void add_totals(const Vf (&totals)[R][M], float* c, int64_t ldc, bool accumulate) {
+#pragma GCC unroll 4
   for (int i = 0; i < M; ++i) {
-    if constexpr (R == 4) store_sums(c + i * ldc, sum4(totals[0][i], totals[1][i], totals[2][i], totals[3][i]), 4, accumulate);
-    else store_sums(c + i * ldc, sum4(totals[0][i], totals[R - 1][i], totals[0][i], totals[R - 1][i]), R, accumulate);
+    if constexpr (R == 4) {
+      store_sums(c + i * ldc, sum4(totals[0][i], totals[1][i], totals[2][i], totals[3][i]), 4, accumulate);
+    } else if constexpr (R == 2) {
+      if (i % 2 == 1) continue;
+      const int next = i + 1 < M ? i + 1 : i;
+      __m128 sums = sum4(totals[0][i], totals[1][i], totals[0][next], totals[1][next]);
+      __m64 *low = reinterpret_cast<__m64*>(c + i * ldc), *high = reinterpret_cast<__m64*>(c + next * ldc);
+      if (accumulate) sums = _mm_add_ps(sums, _mm_loadh_pi(_mm_loadl_pi(_mm_setzero_ps(), low), high));
+      _mm_storel_pi(low, sums);
+      _mm_storeh_pi(high, sums);
+    } else {
+      store_sums(c + i * ldc, sum4(totals[0][i], totals[0][i], totals[0][i], totals[0][i]), R, accumulate);
+    }
   }
 }
 

@@ -6,10 +6,10 @@ namespace int4_emu::cpu {
 namespace {
 
 // Up to this many rows meet the codes where they lie; with more, panels pay, which all rows share.
-constexpr int64_t kCodesRows = 4;
+constexpr int64_t kCodesRows = 8;
 // Up to this many rows of x that cannot be in fixed point are left to panels of any set.
 constexpr int64_t kFewRows = 8;
-constexpr int64_t kPanelRows = 8, kPanelCodes = 512;
+constexpr int64_t kPanelRows = 16, kFloatRows = 8, kPanelCodes = 512;
 
 // Codes minus zero points in the order of FixedSegment's numbers.
 struct FixedPanel {
@@ -17,9 +17,10 @@ struct FixedPanel {
   Slots<kPanelCodes> slots[kPanelRows];
 };
 
-// Columns k0..k1 of row n to row r of the panel.
+// Columns k0..k1 of row n to row r of the panel. The row's successor in the next panel lies `ahead` bytes from it.
 template <int kBits, int kBlocks>
-inline void load_fixed_row(const Weight& w, int64_t expert, int64_t n, int64_t k0, int64_t k1, FixedPanel& panel, int64_t r) {
+inline void load_fixed_row(const Weight& w, int64_t expert, int64_t n, int64_t k0, int64_t k1, int64_t ahead, FixedPanel& panel,
+                           int64_t r) {
   constexpr int64_t kCodes = kBlocks * kFixedBlock;
   load_slots(w, expert, n, k0, k1, panel.slots[r]);
   const uint8_t* row = row_of_codes(w, expert, n);
@@ -28,6 +29,8 @@ inline void load_fixed_row(const Weight& w, int64_t expert, int64_t n, int64_t k
   Vi z = _mm256_set1_epi16(1 << (kBits - 1));
   for (int64_t s = 0, k = k0; k < k1; ++s, k += kCodes) {
     const uint8_t* codes = row + k * kBits / 8;
+    // Into L2: x passes through L1 before the next panel is due.
+    _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T1);
     if (k + kCodes > w.k) {
       copy_codes<kBits>(w, row, k, copy);
       codes = copy;
@@ -109,7 +112,8 @@ void multiply_fixed_panels(const ProductArgs& a, const void* packed_x) {
       const int64_t count = segments_of(w, k1 - k0);
       for (int64_t j = 0; j < a.n; j += kPanelRows) {
         const int64_t rows = a.n - j < kPanelRows ? a.n - j : kPanelRows;
-        for (int64_t r = 0; r < rows; ++r) load_fixed_row<kBits, kBlocks>(w, a.expert, a.row0[p] + (j + r) * a.step, k0, k1, panel, r);
+        for (int64_t r = 0; r < rows; ++r)
+          load_fixed_row<kBits, kBlocks>(w, a.expert, a.row0[p] + (j + r) * a.step, k0, k1, kPanelRows * a.step * w.n_stride, panel, r);
         for (int64_t g = 0; g < row_groups(a.m); ++g) {
           const int64_t first = group_begin(a.m, g), m = group_begin(a.m, g + 1) - first;
           const FixedSegment<kBlocks>* x = static_cast<const FixedSegment<kBlocks>*>(packed_x) + first * segments + k0 / kCodes * m;
@@ -128,15 +132,15 @@ void multiply_fixed_panels(const ProductArgs& a, const void* packed_x) {
 
 // Eight rows of weights at a time, 512 columns of them in fp32.
 void multiply_panels(const ProductArgs& a, const void* packed_x) {
-  alignas(64) float panel[kPanelRows * kPanelCodes];
+  alignas(64) float panel[kFloatRows * kPanelCodes];
   const Weight& w = *a.weight;
   const int64_t ldx = round_up_to(w.k, kLanes);
   for (int p = 0; p < a.parts; ++p) {
     for (int64_t k0 = 0; k0 < w.k; k0 += kPanelCodes) {
       const int64_t k = w.k - k0 < kPanelCodes ? w.k - k0 : kPanelCodes, padded = round_up_to(k, kLanes);
       const float* x = static_cast<const float*>(packed_x) + k0;
-      for (int64_t j = 0; j < a.n; j += kPanelRows) {
-        const int64_t rows = a.n - j < kPanelRows ? a.n - j : kPanelRows;
+      for (int64_t j = 0; j < a.n; j += kFloatRows) {
+        const int64_t rows = a.n - j < kFloatRows ? a.n - j : kFloatRows;
         for (int64_t r = 0; r < rows; ++r) {
           decode_weight_row<DType::f32>(w, a.expert, a.row0[p] + (j + r) * a.step, k0, k, panel + r * kPanelCodes);
           for (int64_t i = k; i < padded; ++i) panel[r * kPanelCodes + i] = 0.f;
