@@ -190,6 +190,15 @@ def test_device_map_that_offloads_is_refused() -> None:
         load(device_map="auto", max_memory={"cpu": 100_000})
 
 
+def test_arguments_that_ask_for_what_is_done_anyway(packed: Any) -> None:
+    habits = {
+        "use_safetensors": True, "ignore_mismatched_sizes": False, "subfolder": "", "local_files_only": True,
+        "offload_folder": "offload", "low_cpu_mem_usage": True, "token": None, "revision": "main",
+        "trust_remote_code": True, "variant": None, "cache_dir": None, "force_download": False,
+    }  # fmt: skip
+    assert torch.equal(logits(load(weights="packed", **habits)), logits(packed))
+
+
 def test_arguments_reach_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -225,6 +234,22 @@ def test_arguments_reach_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"quantization_config": {}}, ValueError, "does not take quantization_config: the checkpoint's own"),
         ({"tp_plan": "auto"}, ValueError, "does not take tp_plan: use int4_emu.Checkpoint"),
         ({"device": "cpu", "device_map": "auto"}, ValueError, "give device or device_map, not both"),
+        ({"device": "meta"}, ValueError, "device must be one that holds weights, got 'meta'"),
+        (
+            {"device_map": "meta"},
+            ValueError,
+            r"device_map must place every module on the CPU, .* got \['meta'\]",
+        ),
+        (
+            {"use_safetensors": False},
+            ValueError,
+            "does not take use_safetensors: nothing but safetensors is read",
+        ),
+        (
+            {"local_files_only": False},
+            ValueError,
+            "does not take local_files_only: the path is a folder here",
+        ),
     ],
 )
 def test_refused_arguments(options: dict[str, Any], kind: type[Exception], sentence: str) -> None:

@@ -244,6 +244,19 @@ def test_dense_first_and_predicting_layers(
     assert error(logits(model), stock_logits(plain)) < BOUND
 
 
+@pytest.mark.parametrize(
+    ("prefix", "count"),
+    [("model.layers.2", "num_mtp_modules"), ("mtp_dspark.layers.0", None), ("model.mtp_block.0", None)],
+)
+def test_predicting_layers_in_other_families_words(
+    prefix: str, count: str | None, deepseek: Path, tmp_path: Path
+) -> None:
+    """MiniMax's count, and the stacks of Mistral Large 4 and Ernie 4.5."""
+    own = {"num_nextn_predict_layers": 0} | ({count: 1} if count else {})
+    plain, mixed = write_deepseek(deepseek, tmp_path, prefix, **own)
+    assert error(logits(load(mixed, "packed")), stock_logits(plain)) < BOUND
+
+
 def test_layers_past_the_models_own_must_be_declared(deepseek: Path, tmp_path: Path) -> None:
     _, mixed = write_deepseek(
         deepseek, tmp_path, "model.layers.2", "re:.*eh_proj", num_nextn_predict_layers=0

@@ -25,8 +25,8 @@ ROLES = {
     "gate_up_proj": "gate_up",
 }  # fmt: skip
 # Decoder stacks that predict further tokens: their layers count from zero again and are no part of the model
-# proper.
-_EXTRA_STACKS = ("mtp", "mtp_layers", "nextn", "eagle")
+# proper. By how their names begin: mtp, mtp_layers, mtp_block, mtp_dspark.
+_EXTRA_STACKS = ("mtp", "nextn", "eagle")
 
 _LAYER = r"(?P<stack>(?:[^.]+\.)*?)layers\.(?P<layer>\d+)"
 _BLOCK = r"\.(?P<block>[^.]+)"
@@ -156,7 +156,7 @@ def discover_moe_layers(
 
 def is_extra(stack: str) -> bool:
     """Whether a name belongs to a stack that predicts further tokens."""
-    return any(part in _EXTRA_STACKS for part in stack.split("."))
+    return any(part.startswith(_EXTRA_STACKS) for part in stack.split("."))
 
 
 def _looks_routed(block: str, found: dict[tuple[str, int], MoELayer]) -> bool:

@@ -250,13 +250,13 @@ class Plan:
             placeholder.release()
 
     def check_device_map(self, device_map: dict[str, Any]) -> None:
-        """Refuses maps that leave weights on the disk or apart from where they are computed with.
+        """Refuses maps that leave weights on the disk, nowhere, or apart from where they are computed with.
 
         Raises:
-            ValueError: the map uses the disk, or the CPU beside an accelerator.
+            ValueError: the map uses the disk, the meta device, or the CPU beside an accelerator.
         """
         places = {str(place) for place in device_map.values()}
-        if "disk" in places or ("cpu" in places and len(places) > 1):
+        if places & {"disk", "meta"} or ("cpu" in places and len(places) > 1):
             raise ValueError(
                 "device_map must place every module on the CPU, or every one on accelerators, "
                 f"got {sorted(places)}: weights cannot be offloaded; use more devices, "

@@ -8,7 +8,7 @@ from ..checkpoint import Checkpoint
 from ..moe_layout import is_extra
 
 # How many of them follow the model's own layers, in the numbering of those.
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)

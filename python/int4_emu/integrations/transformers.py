@@ -27,6 +27,13 @@ logger = logging.getLogger(__name__)
 MINIMUM_VERSION = (5, 17)
 EXPERTS_IMPLEMENTATION = "int4_emu"
 
+# Arguments that ask for what is done anyway; `offload_folder` is for weights that find no room, which raise.
+_DONE_ANYWAY = {
+    "use_safetensors": True,
+    "ignore_mismatched_sizes": False,
+    "subfolder": "",
+    "local_files_only": True,
+}
 # Arguments of transformers that name another source of weights or another way to spread them.
 _SHARDED = "use int4_emu.Checkpoint(...).load_experts(tp_rank=, tp_size=, expert_ids=) for a sharded model"
 _REFUSED = {
@@ -37,11 +44,11 @@ _REFUSED = {
     "tp_plan": _SHARDED,
     "tp_size": _SHARDED,
     "device_mesh": _SHARDED,
-    "offload_folder": "weights are never offloaded to disk",
     "ignore_mismatched_sizes": "a tensor of another size is an error here",
     "subfolder": "give the path of the folder itself",
     "variant": "the folder's model.safetensors or its index is read",
     "use_safetensors": "nothing but safetensors is read",
+    "local_files_only": "the path is a folder here, and nothing is downloaded",
 }
 # Arguments that transformers takes beside the configuration's own attributes.
 _MODEL_ARGUMENTS = (
@@ -130,6 +137,10 @@ def from_pretrained(
     if weights not in WEIGHTS_MODES:
         raise ValueError(f'weights must be "auto", "packed" or "dequantized", got {weights!r}')
     dtype = _named_dtype(dtype, hf_kwargs.pop("torch_dtype", None))
+    for name, value in _DONE_ANYWAY.items():
+        if hf_kwargs.get(name) == value:
+            del hf_kwargs[name]
+    hf_kwargs.pop("offload_folder", None)
     for name, why in _REFUSED.items():
         if hf_kwargs.pop(name, None) is not None:
             raise ValueError(f"int4_emu.from_pretrained does not take {name}: {why}")
@@ -140,6 +151,8 @@ def from_pretrained(
             f"got device={device!r} and device_map={hf_kwargs['device_map']!r}"
         )
     target = None if device is None else torch.device(device)
+    if target is not None and target.type == "meta":
+        raise ValueError("device must be one that holds weights, got 'meta'")
     want_info = hf_kwargs.pop("output_loading_info", False)
 
     checkpoint = Checkpoint(
