@@ -91,6 +91,21 @@ def test_chosen_while_loading_and_generating(tmp_path: Path) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama4_text"])
+def test_compiles_whole_at_the_first_call(kind: str) -> None:
+    torch.compiler.reset()
+    model = tiny_model(kind)
+    blocks = {"gpt_oss": "mlp", "llama4_text": "feed_forward"}
+    block = getattr(model.model.layers[0], blocks[kind])
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        want = block(x)[0]
+        model.set_experts_implementation("int4_emu")
+        got = torch.compile(block, fullgraph=True, backend="eager")(x)[0]
+    assert 0 < error(got, want) < 3e-6
+    torch.compiler.reset()
+
+
 def test_parameters_stay_where_they_are(tmp_path: Path) -> None:
     """gpt-oss stores its matrices input first: the op reads them so, without a copy."""
     model = tiny_model("gpt_oss")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops
 from .._enums import W13Order
-from ._gating import Gating, find_gating
+from ._gating import gating_of
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -27,9 +27,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Raises:
         ValueError: the module norms each expert's output, or its activation is not one of int4_emu's.
     """
-    gating = getattr(self, "_int4_emu_gating", None)
-    if gating is None:
-        gating = self._int4_emu_gating = _supported_gating(self)
+    gating = gating_of(self)
     up = "gate_up_proj" if self.has_gate else "up_proj"
     w13, w2 = getattr(self, up), self.down_proj
     if self.is_transposed:
@@ -48,13 +46,3 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         beta=gating.beta,
         w13_order=W13Order.halves if self.is_concatenated else W13Order.interleaved,
     )
-
-
-def _supported_gating(module: Any) -> Gating:
-    name = type(module).__name__
-    if getattr(module, "has_post_expert_norm", False):
-        raise ValueError(
-            f"{name} norms each expert's output, which int4_emu does not do: "
-            "choose another experts_implementation"
-        )
-    return find_gating(module, name)

@@ -102,3 +102,27 @@ def find_gating(module: Any, name: str) -> Gating:
     raise ValueError(
         f"{name}: no known activation gives the values of {type(module).__name__}; tried {known}"
     )
+
+
+def gating_of(module: Any) -> Gating:
+    """What a host's experts module computes, asked at its first call.
+
+    Raises:
+        ValueError: it norms each expert's output, or its activation is not one of int4_emu's.
+    """
+    found: Gating | None = getattr(module, "_int4_emu_gating", None)
+    if found is None:
+        found = module._int4_emu_gating = _ask(module)
+    return found
+
+
+# The first call may be one that torch.compile traces, which must not look into this.
+@torch.compiler.assume_constant_result
+def _ask(module: Any) -> Gating:
+    name = type(module).__name__
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(
+            f"{name} norms each expert's output, which int4_emu does not do: "
+            "choose another experts_implementation"
+        )
+    return find_gating(module, name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel, Llama4TextExperts, Llama4TextMoe
 
 from .. import ops
-from ._gating import find_gating
+from ._gating import gating_of
 
 _host_forward = Llama4TextMoe.forward
 
@@ -72,9 +72,7 @@ def _forward(
 
 def _float_experts(module: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """The host's parameters through the op: `gate_up_proj` [E, H, 2I] and `down_proj` [E, I, H]."""
-    gating = getattr(module, "_int4_emu_gating", None)
-    if gating is None:
-        gating = module._int4_emu_gating = find_gating(module, type(module).__name__)
+    gating = gating_of(module)
     return ops.fused_moe(
         x,
         module.gate_up_proj.transpose(1, 2),
