@@ -11,16 +11,23 @@
 #include "simd_tile.h"
 #include "simd_fixed256.h"
 #include "simd_panels256.h"
+#include "simd_dense256.h"
 
 namespace int4_emu::cpu {
 namespace {
+
+// Packed weights and dense ones each have a product of their own.
+bool serves(const Weight& w, DType x, int64_t m) { return w.packed ? serves_product(w, x, m) : serves_dense(w); }
+size_t packed_bytes(const Weight& w, DType x, int64_t m) { return w.packed ? product_x_bytes(w, x, m) : packed_dense_x_bytes(w, m); }
+void pack_x(const Weight& w, const PackXArgs& a) { w.packed ? pack_product_x(w, a) : pack_dense_x(w, a); }
+void multiply(const ProductArgs& a) { a.weight->packed ? multiply_product(a) : multiply_dense(a); }
 
 constexpr int64_t kKMultiple = 8;
 const TileTable kTable = {"avx2",
                           kKMultiple,
                           {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
                           {nullptr, nullptr, nullptr, nullptr},
-                          {serves_product, product_x_bytes, pack_product_x, multiply_product},
+                          {serves, packed_bytes, pack_x, multiply},
                           activate,
                           combine,
                           dequantize_row,
