@@ -132,14 +132,23 @@ def test_dequantize_is_the_product_rounded_once(
 @pytest.mark.parametrize(("rows", "columns"), [(16, 32), (144, 528)])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["gptq_v1", "gptq_v2", "gptq_v1_nibble", "compressed_tensors", "canonical"])
-@pytest.mark.parametrize("experts", [0, 2], ids=["matrix", "stack"])
+@pytest.mark.parametrize(
+    ("experts", "symmetric"), [(0, False), (2, False), (2, True)], ids=["matrix", "stack", "symmetric"]
+)
 def test_dequantize_with_permuted_g_idx(
-    ops: ModuleType, name: str, bits: int, experts: int, rows: int, columns: int, rng: np.random.Generator
+    ops: ModuleType,
+    name: str,
+    bits: int,
+    experts: int,
+    symmetric: bool,
+    rows: int,
+    columns: int,
+    rng: np.random.Generator,
 ) -> None:
     """act-order: any column may use any group, and not every group need occur."""
     group = columns // 4
     (qweight, scales, qzeros), _, codes, zeros = stored(
-        name, bits, rng, rows, columns, group, torch.bfloat16, experts
+        name, bits, rng, rows, columns, group, torch.bfloat16, experts, symmetric
     )
     shape = (experts, columns) if experts else (columns,)
     g_idx = rng.integers(0, 3, shape)

@@ -179,6 +179,7 @@ bool CanonicalReader::describe(int64_t b, int64_t o0, int64_t n, DequantizeTrans
   a.codes = transposed_source(b, o0, 0);
   a.code_step = source_row_;
   a.packed_along_out = traits_.packed_along_out;
+  a.in_rows = false;
   a.interleaved = traits_.interleaved;
   a.flip = flip_;
   const int64_t group0 = b * m_.groups;
@@ -192,6 +193,23 @@ bool CanonicalReader::describe(int64_t b, int64_t o0, int64_t n, DequantizeTrans
   a.group_of = indexed ? m_.g_idx + b * columns : nullptr;
   a.n = n;
   a.k = columns;
+  a.group_size = m_.group_size;
+  a.groups = m_.groups;
+  return true;
+}
+
+bool CanonicalReader::describe_rows(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const {
+  if (codes_in_place(b, o0) == nullptr || m_.g_idx == nullptr || m_.groups > kMostIndexedGroups) return false;
+  if (m_.in_features % 16 != 0 || m_.out_features % 8 != 0) return false;
+  a = {};
+  a.bits = m_.bits;
+  a.codes = codes_in_place(b, o0);
+  a.code_step = source_row_;
+  a.in_rows = true;
+  a.scale_dtype = m_.scale_dtype;
+  a.group_of = m_.g_idx + b * m_.in_features;
+  a.n = n;
+  a.k = m_.in_features;
   a.group_size = m_.group_size;
   a.groups = m_.groups;
   return true;
@@ -307,15 +325,6 @@ void expand_codes(const uint8_t* codes, int bits, int64_t k, uint8_t* out) {
     out[2 * i + 1] = codes[i] >> 4;
   }
   if (k % 2) out[k - 1] = codes[k / 2] & 0x0f;
-}
-
-void pack_codes(const uint8_t* in, int bits, int64_t k, uint8_t* out) {
-  if (bits == 8) {
-    std::memcpy(out, in, static_cast<size_t>(k));
-    return;
-  }
-  for (int64_t i = 0; i < k / 2; ++i) out[i] = static_cast<uint8_t>(in[2 * i] | in[2 * i + 1] << 4);
-  if (k % 2) out[k / 2] = in[k - 1];
 }
 
 }  // namespace int4_emu::cpu

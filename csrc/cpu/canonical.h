@@ -33,6 +33,8 @@ class CanonicalReader {
 
   // Fills in all but the output for rows o0..o0+n of matrix b; false where the sizes or the format do not suit that function.
   bool describe(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const;
+  // The same for rows whose columns name their groups, all but the scales, the zero points and their steps.
+  bool describe_rows(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const;
 
   // Rows per block and columns per slice at which reads and the caller's writes are long runs, and the scratch stays in L2.
   int64_t block_rows() const { return traits_.transposed ? (traits_.packed_along_out ? 256 : 128) : 16; }
@@ -69,8 +71,7 @@ struct Scratch {
 // Rows of scratch lie an odd number of cache lines apart, so that a column of them spreads over all sets of L1.
 constexpr int64_t scratch_stride(int64_t bytes) { return round_up(bytes, 64) | 64; }
 
-// codes [row_bytes(k)] -> one code a byte [k], and back (the unused half of an odd last byte becomes zero).
+// codes [row_bytes(k)] -> one code a byte [k].
 void expand_codes(const uint8_t* codes, int bits, int64_t k, uint8_t* out);
-void pack_codes(const uint8_t* in, int bits, int64_t k, uint8_t* out);
 
 }  // namespace int4_emu::cpu

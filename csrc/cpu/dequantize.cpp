@@ -2,6 +2,7 @@
 // function multiplies it out. Transposed formats go through slices of columns, so that the scratch stays in L2. Matrices of even sizes in
 // these formats skip the canonical form where the instruction set has a function for them. Large results are streamed past the caches.
 #include <atomic>
+#include <optional>
 
 #include "api.h"
 #include "canonical.h"
@@ -184,19 +185,61 @@ class Dequantizer {
 
 // Rows of one task of the instruction set's own function for transposed formats: a cache line of words packed along O.
 constexpr int64_t kTransposedRows = 128;
+
+// The groups of a block of stored rows with the groups outermost, as that function reads them.
+class TurnedGroups {
+ public:
+  explicit TurnedGroups(const PackedMatrix& m)
+      : m_(m),
+        rows_(kTransposedRows * m.groups * 4),
+        scales_(kTransposedRows * m.groups * 4),
+        zeros_(m.qzeros ? kTransposedRows * m.groups : 0) {}
+  bool ok() const { return rows_.data && scales_.data && zeros_.data; }
+
+  void read(const CanonicalReader& reader, int64_t b, int64_t o0, DequantizeTransposedArgs& a) const {
+    reader.read_scales(b, o0, a.n, 0, a.groups, rows_.data);
+    const int64_t size = dtype_bytes(m_.scale_dtype);
+    for (int64_t g = 0; g < a.groups; ++g) {
+      for (int64_t i = 0; i < a.n; ++i) std::memcpy(scales_.data + (g * a.n + i) * size, rows_.data + (i * a.groups + g) * size, size);
+    }
+    a.scales = scales_.data;
+    a.scale_step = a.n;
+    if (!m_.qzeros) return;
+    reader.read_zeros(b, o0, a.n, 0, a.groups, rows_.data);
+    a.zeros = zeros_.data;
+    a.zero_step = a.n * m_.bits / 8;
+    for (int64_t g = 0; g < a.groups; ++g) {
+      uint8_t* to = zeros_.data + g * a.zero_step;
+      const auto zero = [&](int64_t i) { return rows_.data[i * a.groups + g]; };
+      for (int64_t i = 0; i < a.zero_step; ++i) to[i] = m_.bits == 8 ? zero(i) : static_cast<uint8_t>(zero(2 * i) | zero(2 * i + 1) << 4);
+    }
+  }
+
+ private:
+  const PackedMatrix& m_;
+  Scratch rows_, scales_, zeros_;  // as stored [n][groups]; [groups][n] scales and zero points of `bits` bits
+};
+
 // False where that function or this matrix does not allow it.
-bool dequantize_transposed(const PackedMatrix& m, const CanonicalReader& reader, DType out_dtype, void* out, const Parallel& parallel) {
+bool dequantize_transposed(const PackedMatrix& m, const CanonicalReader& reader, DType out_dtype, void* out, const Parallel& parallel,
+                           std::atomic<bool>& ok) {
   const auto run = active_table().dequantize_transposed;
   DequantizeTransposedArgs probe;
-  if (run == nullptr || !reader.describe(0, 0, 0, probe)) return false;
+  if (run == nullptr) return false;
+  const bool in_rows = reader.describe_rows(0, 0, 0, probe);
+  if (!in_rows && !reader.describe(0, 0, 0, probe)) return false;
   const int64_t ranges = ceil_div(m.out_features, kTransposedRows);
   const int64_t bytes = m.batch * m.out_features * m.in_features * dtype_bytes(out_dtype);
   const bool stream = bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(out) % 32 == 0;
   parallel.for_each(m.batch * ranges, 1, [&](int64_t begin, int64_t end) {
+    const auto describe = in_rows ? &CanonicalReader::describe_rows : &CanonicalReader::describe;
+    std::optional<TurnedGroups> groups;
+    if (in_rows && !groups.emplace(m).ok()) return ok.store(false, std::memory_order_relaxed);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / ranges, o0 = i % ranges * kTransposedRows, left = m.out_features - o0;
       DequantizeTransposedArgs args;
-      reader.describe(b, o0, left < kTransposedRows ? left : kTransposedRows, args);
+      (reader.*describe)(b, o0, left < kTransposedRows ? left : kTransposedRows, args);
+      if (in_rows) groups->read(reader, b, o0, args);
       args.out = static_cast<char*>(out) + (b * m.out_features + o0) * m.in_features * dtype_bytes(out_dtype);
       args.ld = m.in_features;
       args.out_dtype = out_dtype;
@@ -213,12 +256,13 @@ Status dequantize(const PackedMatrix& m, DType out_dtype, void* out, const Paral
   if (Status s = check_isa(); !s) return s;
   const CanonicalReader reader(m);
   if (Status s = reader.check(); !s) return s;
-  if (dequantize_transposed(m, reader, out_dtype, out, parallel)) return {};
-  const Dequantizer dequantizer(m, reader, out_dtype, out);
   std::atomic<bool> ok{true};
-  parallel.for_each(dequantizer.tiles(), 1, [&](int64_t begin, int64_t end) {
-    if (!dequantizer.run(begin, end)) ok.store(false, std::memory_order_relaxed);
-  });
+  if (!dequantize_transposed(m, reader, out_dtype, out, parallel, ok)) {
+    const Dequantizer dequantizer(m, reader, out_dtype, out);
+    parallel.for_each(dequantizer.tiles(), 1, [&](int64_t begin, int64_t end) {
+      if (!dequantizer.run(begin, end)) ok.store(false, std::memory_order_relaxed);
+    });
+  }
   return ok.load() ? Status{} : make_error(Code::internal, "out of memory for the scratch of %lld rows", (long long)reader.block_rows());
 }
 

@@ -50,6 +50,16 @@ class RowTargets {
   std::vector<int64_t> starts_, targets_;  // CSR: targets of source row o are targets_[starts_[o]..starts_[o + 1]]
 };
 
+// One code a byte [k] -> packed codes of columns perm[0..k); the unused half of an odd last byte becomes zero.
+void gather_codes(const uint8_t* in, const int32_t* perm, int bits, int64_t k, uint8_t* out) {
+  if (bits == 8) {
+    for (int64_t j = 0; j < k; ++j) out[j] = in[perm[j]];
+    return;
+  }
+  for (int64_t j = 0; j < k / 2; ++j) out[j] = static_cast<uint8_t>(in[perm[2 * j]] | in[perm[2 * j + 1]] << 4);
+  if (k % 2) out[k / 2] = in[perm[k - 1]];
+}
+
 }  // namespace
 
 Status unpack(const PackedMatrix& m, uint8_t* out, const Parallel& parallel) {
@@ -87,8 +97,8 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
   const RowTargets targets(out_perm, rows);
 
   return for_each_block(m, reader.block_rows(), parallel, [&](int64_t b, int64_t o0, int64_t n) {
-    // codes [n][stride] | scales [n][C] | zeros [n][C] | one row of codes before and after the column gather
-    Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0), bytes(in_perm ? 2 * k : 0);
+    // codes [n][stride] | scales [n][C] | zeros [n][C] | one row of codes, a byte each, before the column gather
+    Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0), bytes(in_perm ? k : 0);
     if (!codes.data || !scales.data || !zeros.data || !bytes.data) return false;
     reader.read_codes(b, o0, n, 0, k, codes.data, stride);
     // Scales keep their group order: a column permutation sorts by group, it does not renumber.
@@ -105,8 +115,7 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
       if (in_perm) {
         // Columns of int4 cannot be gathered where they are packed.
         expand_codes(row, m.bits, k, bytes.data);
-        for (int64_t j = 0; j < k; ++j) bytes.data[k + j] = bytes.data[in_perm[j]];
-        pack_codes(bytes.data + k, m.bits, k, row);
+        gather_codes(bytes.data, in_perm, m.bits, k, row);
       }
       targets.for_each(o0 + i, [&](int64_t target) {
         const int64_t to = b * rows + target;

@@ -1,4 +1,5 @@
-// Matrices that a checkpoint stores with the input columns outermost (GPTQ, AWQ, Quark) straight to rows of weights.
+// Matrices that a checkpoint stores with the input columns outermost (GPTQ, AWQ, Quark) straight to rows of weights, and those in rows
+// where act-order gives neighbouring columns different groups: their words are turned first.
 //
 // Eight neighbouring output rows are the lanes: there one load serves their scales or zero points, and no code moves before it has
 // its value. Then 8 x 8 words, each two columns of a 16-bit type or one of fp32, are transposed into runs of the rows. Always 256 bits
@@ -173,6 +174,24 @@ inline void copy_piece(const uint8_t* from, int64_t step, int64_t stored_rows, i
   }
 }
 
+// As above from rows of words: `words` of each of `rows` rows become as many rows of words, piece_step bytes apart. rows is a multiple of 8.
+inline void turn_piece(const uint8_t* from, int64_t step, int64_t words, int64_t rows, int64_t piece_step, uint8_t* piece) {
+  for (int64_t r = 0; r < rows; r += 8, from += 8 * step, piece += 32) {
+    int64_t w = 0;
+    for (; w + 8 <= words; w += 8) {
+      __m256i square[8];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) square[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * step + w * 4));
+      transpose8(square);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(piece + (w + i) * piece_step), square[i]);
+    }
+    for (; w < words; ++w) {
+      for (int64_t i = 0; i < 8; ++i) __builtin_memcpy(piece + w * piece_step + i * 4, from + i * step + w * 4, 4);
+    }
+  }
+}
+
 // A multiple of 32 bytes. Streamed, they go to memory without being read first.
 template <bool kStream>
 inline void copy_run(char* to, const char* from, int64_t bytes) {
@@ -226,8 +245,12 @@ void dequantize_pieces(const DequantizeTransposedArgs& a) {
     const int64_t rows = a.n - o0 < kPieceRows ? a.n - o0 : kPieceRows;
     for (int64_t k0 = 0; k0 < a.k; k0 += kColumns) {
       const int64_t k1 = k0 + kColumns < a.k ? k0 + kColumns : a.k;
-      copy_piece(a.codes + k0 / kWordColumns * a.code_step + row_offset(o0), a.code_step, (k1 - k0) / kWordColumns, row_offset(rows),
-                 row_offset(kPieceRows), piece);
+      const int64_t words = (k1 - k0) / kWordColumns;
+      if (!kAlongOut && a.in_rows) {
+        turn_piece(a.codes + o0 * a.code_step + k0 * kBits / 8, a.code_step, words, rows, row_offset(kPieceRows), piece);
+      } else {
+        copy_piece(a.codes + k0 / kWordColumns * a.code_step + row_offset(o0), a.code_step, words, row_offset(rows), row_offset(kPieceRows), piece);
+      }
       for (int64_t o = 0; o < rows; o += kRowLanes) {
         decode_strip_groups<D, kBits, kAlongOut>(a, piece + row_offset(o), shifts, flip, o0 + o, k0, k1, values, buffer, kBufferRow);
         char* out = static_cast<char*>(a.out) + (o0 + o) * out_row + k0 * kBytes<D>;

@@ -44,12 +44,13 @@ struct GemmArgs {
   bool accumulate;        // false: overwrite
 };
 
-// Codes stored with the input columns outermost, dequantised to rows 0..n, columns 0..k of `out`: (q - z) * s, one rounding. n is a
-// multiple of 8 and starts on a word of zeros, k and group_size are multiples of 16 (or the columns lie in one group, or name their own).
+// Codes stored with the input columns outermost, or in rows whose columns name their groups, dequantised to rows 0..n, columns 0..k of
+// `out`: (q - z) * s, one rounding. n is a multiple of 8 and starts on a word of zeros, k and group_size are multiples of 16 (or the columns lie in one group, or name their own).
 struct DequantizeTransposedArgs {
   int bits;
-  const uint8_t* codes;   // packed along O, int4: words [k][O / 8], int8: bytes [k][O]; else words [k * bits / 32][O]
+  const uint8_t* codes;   // packed along O, int4: words [k][O / 8], int8: bytes [k][O]; else words [k * bits / 32][O] or, in rows, its transpose
   int64_t code_step;      // bytes between rows of words
+  bool in_rows;           // then not packed along O, and flip is zero
   bool packed_along_out;
   bool interleaved;       // AWQ: row r of eight sits in slot 0,4,1,5,2,6,3,7, in codes packed along O and in zeros
   uint32_t flip;          // xor of a word that makes two's complement codes and zeros unsigned
