@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "../core/layout.h"
 #include "../cpu/api.h"
 #include "device.h"
 
@@ -40,7 +41,8 @@ Parallel pool() {
   return p;
 }
 
-// A large workspace is new to the process in every call: in huge pages, where the system has them on request, it costs few page faults.
+// A large workspace or result is new to the process in every call: in huge pages, where the system has them on request, it costs few page
+// faults.
 void advise_huge_pages(void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
@@ -55,14 +57,19 @@ void advise_huge_pages(void* data, size_t bytes) {
 
 Status unpack(const PackedMatrix& m, uint8_t* out) { return cpu::unpack(m, out, pool()); }
 Status unpack_zeros(const PackedMatrix& m, uint8_t* out) { return cpu::unpack_zeros(m, out, pool()); }
-Status dequantize(const PackedMatrix& m, DType out_dtype, void* out) { return cpu::dequantize(m, out_dtype, out, pool()); }
+Status dequantize(const PackedMatrix& m, DType out_dtype, void* out) {
+  advise_huge_pages(out, m.batch * m.out_features * m.in_features * dtype_bytes(out_dtype));
+  return cpu::dequantize(m, out_dtype, out, pool());
+}
 Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_perm, const RepackOut& out) {
   return cpu::repack(m, in_perm, out_perm, out, pool());
 }
 Status prepack(const uint8_t* in, uint8_t* out, int64_t batch, int64_t n, int64_t k, int bits, Layout layout) {
+  advise_huge_pages(out, batch * n * row_bytes(k, bits));
   return cpu::prepack(in, out, batch, n, k, bits, layout, pool());
 }
 Status unprepack(const uint8_t* in, uint8_t* out, int64_t batch, int64_t n, int64_t k, int bits, Layout layout) {
+  advise_huge_pages(out, batch * n * row_bytes(k, bits));
   return cpu::unprepack(in, out, batch, n, k, bits, layout, pool());
 }
 Status moe_align(const AlignProblem& p, const Tensor&) { return cpu::moe_align(p); }

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,3 +77,35 @@ def available_bytes(device: torch.device) -> int | None:
     limit = cgroup_available()
     known = [n for n in (host, limit) if n is not None]
     return min(known) if known else None
+
+
+_HUGE_PAGE = 2 << 20
+
+
+@cache
+def _madvise() -> Any:
+    """The C library's madvise; None where there are no huge pages to be advised."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+def empty(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor for a layer's weights: in main memory, of huge pages where the system has some left.
+
+    Most of the time that a copy to new memory takes goes into the pages, one interruption for each.
+    """
+    tensor = torch.empty(tuple(sizes), dtype=dtype, device=device)
+    madvise = _madvise() if tensor.device.type == "cpu" else None
+    if madvise is not None:
+        # Whole pages alone: what lies beside the tensor is another's.
+        begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _HUGE_PAGE * _HUGE_PAGE
+        if end > begin:
+            madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # advice: a refusal changes nothing
+    return tensor

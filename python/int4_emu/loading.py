@@ -12,6 +12,7 @@ import torch
 
 from . import ops
 from ._enums import W13Order
+from ._memory import empty
 from .errors import CheckpointError
 from .group_order import GroupOrders
 from .layer_plan import LayerPlan
@@ -57,16 +58,12 @@ class _Stack:
         self.bits = plan.bits(roles)
         self.group_size = min(plan.group_size(roles), columns)
         groups = -(-columns // self.group_size) if columns else 0
-        self.qweight = torch.empty(
-            experts, rows, -(-columns * self.bits // 8), dtype=torch.uint8, device=device
-        )
-        self.scales = torch.full(
-            (experts, rows, groups), float("nan"), dtype=plan.scales_dtype(roles), device=device
-        )
+        self.qweight = empty((experts, rows, -(-columns * self.bits // 8)), torch.uint8, device)
+        self.scales = empty((experts, rows, groups), plan.scales_dtype(roles), device).fill_(float("nan"))
         self.qzeros: torch.Tensor | None = None
         if plan.has_qzeros(roles):
             midpoint = 1 << (self.bits - 1)
-            self.qzeros = torch.full((experts, rows, groups), midpoint, dtype=torch.uint8, device=device)
+            self.qzeros = empty((experts, rows, groups), torch.uint8, device).fill_(midpoint)
 
     def slot(self, expert: int, rows: Bounds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Views of some rows of one expert."""
@@ -163,10 +160,8 @@ class LayerLoader:
         low, high = request.intermediate
         part, pieces = high - low, _w13_pieces(plan, low, high)
         count = len(request.expert_ids)
-        w13 = torch.empty(
-            count, plan.w13_parts * part, plan.hidden_size, dtype=request.dtype, device=request.device
-        )
-        w2 = torch.empty(count, plan.hidden_size, part, dtype=request.dtype, device=request.device)
+        w13 = empty((count, plan.w13_parts * part, plan.hidden_size), request.dtype, request.device)
+        w2 = empty((count, plan.hidden_size, part), request.dtype, request.device)
 
         def convert(slot: int, expert: int) -> None:
             for piece in pieces:
