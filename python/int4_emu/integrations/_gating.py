@@ -38,7 +38,8 @@ def _host_values(module: Any) -> tuple[Tensor, Tensor]:
     values = list(_PROBE)
     if (limit := _limit(module)) is not None:
         values += [-2 * limit, -0.5 * limit, 0.5 * limit, 2 * limit]
-    probe = torch.tensor(values, device="cpu")
+    # In a host that is being built, the default dtype is the model's.
+    probe = torch.tensor(values, dtype=torch.float32, device="cpu")
     with torch.device("cpu"), torch.no_grad():
         if not getattr(module, "has_gate", True):
             h = probe.unsqueeze(1)

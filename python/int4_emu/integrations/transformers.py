@@ -306,14 +306,20 @@ def _config_of_type(
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
-    """The model class that the configuration names, else the causal language model of its type."""
+    """The model class that the configuration names, else the one that transformers has for its type: what writes
+    text, and of a model around a text model the whole.
+    """
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    mapping = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        return mapping[type(config)]
+    tasks = ["CausalLM", "ImageTextToText", "MultimodalLM", "TokenClassification"]
+    if config.get_text_config() is not config:
+        tasks.append(tasks.pop(0))
+    for task in tasks:
+        mapping = getattr(transformers, f"AutoModelFor{task}")._model_mapping
+        if type(config) in mapping:
+            return mapping[type(config)]
     raise CheckpointError(
         f"transformers {transformers.__version__} has no model class for "
         f"architectures={config.architectures}, model_type={config.model_type!r}"
