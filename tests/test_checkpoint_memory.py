@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_files import compressed_tensors_config, gptq_config, random_gptq_layers, write_checkpoint
-from int4_emu import BackendError, Checkpoint, weights_choice
+from int4_emu import BackendError, Checkpoint, _memory, weights_choice
 from int4_emu._memory import available_bytes, cgroup_available
 
 MIB = 2**20
@@ -177,3 +177,17 @@ def test_available_memory_of_the_host() -> None:
     free = available_bytes(torch.device("cpu"))
     assert free is None or free > 0
     assert available_bytes(torch.device("meta")) is None
+
+
+def test_huge_pages_are_asked_for_within_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies beside it on the first and the last page is another's."""
+    page, calls = 2 * MIB, []
+    monkeypatch.setattr(_memory, "_madvise", lambda: lambda *args: calls.append(args))
+    tensor = _memory.empty((3 * page + 100,), torch.uint8, torch.device("cpu"))
+    begin, size, _ = calls.pop()
+    assert begin % page == 0
+    assert size in (2 * page, 3 * page)
+    assert tensor.data_ptr() <= begin < tensor.data_ptr() + page
+    assert begin + size <= tensor.data_ptr() + tensor.numel()
+    _memory.empty((100, 100), torch.bfloat16, torch.device("cpu"))
+    assert not calls
