@@ -33,13 +33,17 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as a file's header describes it; `dtype` is None for types that torch may lack (fp8, ...)."""
+    """A tensor as a file's header describes it; `dtype` is None for types that torch may lack (fp8, ...).
+
+    `is_part` says that it is one expert's part of a stored tensor.
+    """
 
     name: str
     shard: str
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     stored_dtype: str
+    is_part: bool = False
 
     @property
     def numel(self) -> int:
@@ -214,17 +218,15 @@ class TensorFiles:
             raise CheckpointError(f"stored by themselves and in one tensor of all experts: {listed(twice)}")
         for stack, found in stacks.items():
             info = self.infos.pop(stack)
-            self.infos |= {name: replace(info, name=name, shape=own.shape) for name, own in found}
+            self.infos |= {
+                name: replace(info, name=name, shape=own.shape, is_part=True) for name, own in found
+            }
         return parts
 
     @property
     def shards(self) -> tuple[str, ...]:
         """The file names, sorted."""
         return tuple(self._files)
-
-    def is_part_of_stack(self, name: str) -> bool:
-        """Whether a tensor is one expert's part of a stored one."""
-        return name in self._slices
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as a view of the mapped file; never write to it."""

@@ -87,7 +87,8 @@ class ProjectionReader:
             return None
         # A list that names this very module is not outvoted by the module's other spellings.
         names = names_of(module)
-        if self.files.is_part_of_stack(f"{module}.weight_packed"):
+        info = self.files.infos.get(f"{module}.weight_packed")
+        if info is not None and info.is_part:
             # The tool saw one parameter, without an expert's number in its name.
             names += [re.sub(r"(^|\.)experts\.\d+\.", r"\1experts.", name) for name in names]
         for name in () if stored and self.quantization.excludes(module) else names:
