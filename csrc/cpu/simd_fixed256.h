@@ -166,9 +166,9 @@ inline Vi zeros_at(const uint8_t* zeros, int64_t first, int64_t left) {
   return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(bytes)));
 }
 
-// Of row n, columns k0..k1.
+// Of row n, columns k0..k1; those of the row `ahead` rows on are fetched, if any.
 template <int64_t kColumns>
-inline void load_slots(const Weight& w, int64_t expert, int64_t n, int64_t k0, int64_t k1, Slots<kColumns>& to) {
+inline void load_slots(const Weight& w, int64_t expert, int64_t n, int64_t k0, int64_t k1, int64_t ahead, Slots<kColumns>& to) {
   const int64_t group0 = (expert * w.n + n) * w.groups, size = segment_blocks(w) == 2 ? 2 * kFixedBlock : kSlot;
   const char* scales = static_cast<const char*>(w.scales) + group0 * (w.scale_dtype == DType::f32 ? 4 : 2);
   const uint8_t* zeros = w.zeros ? w.zeros + group0 : nullptr;
@@ -180,6 +180,10 @@ inline void load_slots(const Weight& w, int64_t expert, int64_t n, int64_t k0, i
   if (per_group <= 2) {
     for (int64_t i = 0; i < slots; i += kLanes) {
       const int64_t first = group + i / per_group;
+      if (ahead > 0) {
+        _mm_prefetch(scales + (first + ahead * w.groups) * (w.scale_dtype == DType::f32 ? 4 : 2), _MM_HINT_T0);
+        if (zeros) _mm_prefetch(reinterpret_cast<const char*>(zeros + first + ahead * w.groups), _MM_HINT_T0);
+      }
       Vf s = scales_at(w, scales, first, left - first > 0 ? left - first : 0);
       Vi z = zeros ? zeros_at(zeros, first, left - first > 0 ? left - first : 0) : _mm256_setzero_si256();
       if (per_group == 2) s = _mm256_permutevar8x32_ps(s, twice), z = _mm256_permutevar8x32_epi32(z, twice);
@@ -319,6 +323,8 @@ void multiply_rows(const ProductArgs& a, int p, int64_t first, int64_t last, con
   constexpr int64_t kCodes = kBlocks * kFixedBlock;
   const Weight& w = *a.weight;
   const int64_t whole = w.k / kCodes * kCodes;
+  // Scales of rows that go in one piece follow each other in memory, as hardware prefetchers want it.
+  const int64_t slots_ahead = w.k > kChunk<M> ? R * a.step : 0;
   // One row of x goes through every row of weights at once, so that codes are read in their order; of several, a chunk stays in L1.
   for (int64_t k0 = 0, k1; k0 < w.k; k0 = k1) {
     k1 = k0 + kChunk<M> < w.k ? k0 + kChunk<M> : w.k;
@@ -332,7 +338,7 @@ void multiply_rows(const ProductArgs& a, int p, int64_t first, int64_t last, con
       for (int r = 0; r < R; ++r) {
         const int64_t n = a.row0[p] + (j + r) * a.step;
         codes[r] = row_of_codes(w, a.expert, n) + k0 * kBits / 8;
-        load_slots(w, a.expert, n, k0, k1, slots[r]);
+        load_slots(w, a.expert, n, k0, k1, slots_ahead, slots[r]);
         for (int i = 0; i < M; ++i) totals[r][i] = zero();
       }
       add_segments<kBits, kBlocks, R, M>(codes, slots, w.zeros != nullptr, 0, count, at, R * a.step * w.n_stride, totals);

@@ -17,12 +17,12 @@ struct FixedPanel {
   Slots<kPanelCodes> slots[kPanelRows];
 };
 
-// Columns k0..k1 of row n to row r of the panel. The row's successor in the next panel lies `ahead` bytes from it.
+// Columns k0..k1 of row n to row r of the panel. Its successor in the next panel is row n + `ahead`.
 template <int kBits, int kBlocks>
 inline void load_fixed_row(const Weight& w, int64_t expert, int64_t n, int64_t k0, int64_t k1, int64_t ahead, FixedPanel& panel,
                            int64_t r) {
   constexpr int64_t kCodes = kBlocks * kFixedBlock;
-  load_slots(w, expert, n, k0, k1, panel.slots[r]);
+  load_slots(w, expert, n, k0, k1, ahead, panel.slots[r]);
   const uint8_t* row = row_of_codes(w, expert, n);
   alignas(32) uint8_t copy[kCodes * kBits / 8];
   Vi* to = reinterpret_cast<Vi*>(panel.codes[r]);
@@ -30,7 +30,7 @@ inline void load_fixed_row(const Weight& w, int64_t expert, int64_t n, int64_t k
   for (int64_t s = 0, k = k0; k < k1; ++s, k += kCodes) {
     const uint8_t* codes = row + k * kBits / 8;
     // Into L2: x passes through L1 before the next panel is due.
-    _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(codes + ahead * w.n_stride), _MM_HINT_T1);
     if (k + kCodes > w.k) {
       copy_codes<kBits>(w, row, k, copy);
       codes = copy;
@@ -113,7 +113,7 @@ void multiply_fixed_panels(const ProductArgs& a, const void* packed_x) {
       for (int64_t j = 0; j < a.n; j += kPanelRows) {
         const int64_t rows = a.n - j < kPanelRows ? a.n - j : kPanelRows;
         for (int64_t r = 0; r < rows; ++r)
-          load_fixed_row<kBits, kBlocks>(w, a.expert, a.row0[p] + (j + r) * a.step, k0, k1, kPanelRows * a.step * w.n_stride, panel, r);
+          load_fixed_row<kBits, kBlocks>(w, a.expert, a.row0[p] + (j + r) * a.step, k0, k1, kPanelRows * a.step, panel, r);
         for (int64_t g = 0; g < row_groups(a.m); ++g) {
           const int64_t first = group_begin(a.m, g), m = group_begin(a.m, g + 1) - first;
           const FixedSegment<kBlocks>* x = static_cast<const FixedSegment<kBlocks>*>(packed_x) + first * segments + k0 / kCodes * m;
