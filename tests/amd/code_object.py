@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,16 @@ CACHE = re.compile(
     r"(buffer_(inv\w*|wb\w*|gl[01]_inv)|global_(inv|wb|wbinv)|s_dcache_(inv|wb)\w*|s_icache_inv|s_gl1_inv|s_prefetch\w*)$"
 )
 INSTRUCTION = re.compile(
-    r"^\t((?:buffer|global|s_[dip]|s_gl|flat)\w*)[^\n/]*// ([0-9A-F]+): ((?:[0-9A-F]{8} ?)+)", re.MULTILINE
+    r"^\t((?:buffer|global|s_[dip]|s_gl|flat|v_mfma|s_mov_b64)\w*)[^\n/]*// ([0-9A-F]+): ((?:[0-9A-F]{8} ?)+)", re.MULTILINE
 )
 # What the emulator reads of a FLAT instruction and the hardware does not: the scalar address. 0x7f says that there is none.
 NO_ADDRESS = 0x7F << 16
+# On RDNA4, the bit by which global instructions differ from flat ones, which it knows on other chips alone: to it, memory is one.
+GLOBAL = 1 << 25
+# "s_mov_b64 sN, src_shared_base", of which only the upper word says anything, without sN; and what makes it "s_mov_b32 sN+1, ...".
+SHARED_BASE, UPPER = 0xBE8001EB, 1 << 16 ^ 1 << 8
+# gfx90a's number of this operation, of which it knows gfx942's alone; operands and result lie alike.
+MFMA_1K, MFMA = 0x67 << 16, 0x61 << 16
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class CodeObject:
         return found
 
     def _silence(self, disassembly: str) -> int:
-        """Cache instructions become no operations (how many is returned), and FLAT ones say what the emulator wants to hear."""
+        """Cache instructions become no operations (how many is returned), and others say what the emulator wants to hear."""
         count, wave = 0, next(iter(self.metadata.values())).wave
         for name, address, words in INSTRUCTION.findall(disassembly):
             at = int(address, 16)
@@ -98,9 +105,17 @@ class CodeObject:
                     struct.pack_into("<I", self.memory, at + 4 * i, S_NOP)
                 count += 1
             elif wave == 64 and name.startswith("flat_"):
-                word = struct.unpack_from("<I", self.memory, at + 4)[0]
-                struct.pack_into("<I", self.memory, at + 4, word | NO_ADDRESS)
+                self._change(at + 4, lambda word: word | NO_ADDRESS)
+            elif len(words.split()) == 3 and name.startswith("flat_"):  # three words: RDNA4
+                self._change(at, lambda word: word | GLOBAL)
+            elif name == "s_mov_b64" and int(words.split()[0], 16) & ~(0x7F << 16) == SHARED_BASE:
+                self._change(at, lambda word: word ^ UPPER)  # N is even
+            elif name == "v_mfma_f32_16x16x16bf16_1k":
+                self._change(at, lambda word: word ^ MFMA_1K ^ MFMA)
         return count
+
+    def _change(self, at: int, change: Callable[[int], int]) -> None:
+        struct.pack_into("<I", self.memory, at, change(struct.unpack_from("<I", self.memory, at)[0]))
 
     def descriptor(self, kernel: str) -> Descriptor:
         """Of a kernel by its mangled name."""

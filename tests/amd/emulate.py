@@ -3,14 +3,13 @@
 PATH is a checkout of tinygrad's git repository, whose test/mockgpu/amd/emu.py emulates AMD instructions; none of it is kept here. The
 launchers of csrc/gpu run on the host against the recording runtime (part d of amd-check), which hands every launch over: its kernel runs
 from part b's code object, on the launch's own arguments, in this process's memory. Results are compared with NumPy in float64.
-Needs: parts a, b and d of amd-check, NumPy, and what tinygrad needs (Python 3.11 or newer, clang).
+Needs: root, parts a, b and d of amd-check, NumPy, and what tinygrad needs (Python 3.11 or newer, clang).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import platform
 import subprocess
 import sys
@@ -24,8 +23,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from amd import gates, launches, parse
 from amd.code_object import CodeObject
-from amd.common import TARGETS, Failure, must, sources_for
+from amd.common import TARGETS, WORK, Failure, must, sources_for
 from amd.emulated_cases import CASES, Ops
+from amd.emulator import load_emulator
+from amd.tree import SUITE, in_tree
 
 MODES = {"gfx90a": "cdna", "gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}
 LDS_GRANULE, LDS_SHIFT, LDS_MASK = 512, 15, 0x1FF << 15
@@ -64,7 +65,7 @@ class Machine:
         """The loaded code object that holds a kernel."""
         path = self.paths[kernel]
         if path not in self.loaded:
-            listing = must([launches.LLVM / "llvm-objdump", "-d", path], path.name)
+            listing = must([*in_tree(WORK / SUITE), f"{gates.LLVM}/llvm-objdump", "-d", path], path.name)
             self.loaded[path] = CodeObject(path, listing, self.notes[path])
         return self.loaded[path]
 
@@ -97,21 +98,6 @@ class Machine:
             MODES[self.arch],
             described.user_registers(address),
         )
-
-
-def load_emulator(path: Path) -> Callable[..., int]:
-    """Its run_asm, after one correction: a 16-bit load at an odd address reads both bytes there, as a GPU does."""
-    sys.path.insert(0, str(path))
-    emulator, pseudocode = (importlib.import_module(f"test.mockgpu.amd.{name}") for name in ("emu", "pcode"))
-    dtypes, load = pseudocode.dtypes, pseudocode.Parser._handle_mem_load
-
-    def unaligned(self: Any, address: Any, dtype: Any) -> Any:
-        if dtype not in (dtypes.uint16, dtypes.int16):
-            return load(self, address, dtype)
-        return (load(self, address, dtypes.uint32) & 0xFFFF).cast(dtype)
-
-    pseudocode.Parser._handle_mem_load = unaligned
-    return emulator.run_asm
 
 
 def main() -> int:
