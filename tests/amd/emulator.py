@@ -13,8 +13,10 @@ from typing import Any
 # Where a block's local memory lies for generic pointers: its upper word is all that they hold of it.
 LOCAL_BASE = 0x5000 << 32
 LOCAL_BYTES = 160 << 10
+# The emulator reads local memory for the lanes that are switched off too, at whatever address their registers hold.
+REACH = (1 << 32) + (1 << 17)
 SHARED_BASE = 235  # the operand that names that word
-MAP_FIXED_NOREPLACE = 0x100000
+MAP_NORESERVE, MAP_FIXED_NOREPLACE = 0x4000, 0x100000
 
 
 def load_emulator(path: Path) -> Callable[..., int]:
@@ -73,10 +75,10 @@ def _with_local_address(emulator: Any) -> Callable[..., int]:
     """run_asm with local memory at LOCAL_BASE, and every wave told so."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE
     wanted = (
         ctypes.c_void_p(LOCAL_BASE),
-        ctypes.c_size_t(LOCAL_BYTES),
+        ctypes.c_size_t(REACH),
         mmap.PROT_READ | mmap.PROT_WRITE,
         flags,
         -1,
