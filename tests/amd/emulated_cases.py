@@ -135,7 +135,7 @@ def dequantize(dtype: int, bits: int, n: int, k: int, group_size: int) -> Case:
     def case(ops: Ops, arch: str) -> float:
         w = WeightData(1, dtype, bits, 2, n, k, group_size, True, False)
         out = stored(np.full((2, n, k), np.nan), dtype)
-        ops.call("plain_dequantize", dtype, 0, ctypes.byref(w.plain), None, p(out))
+        ops.call("plain_dequantize", dtype, 0, F32, ctypes.byref(w.plain), None, p(out))
         return difference(read(out, dtype), w.values)
 
     return case
@@ -144,10 +144,10 @@ def dequantize(dtype: int, bits: int, n: int, k: int, group_size: int) -> Case:
 def random_stored(
     name: str, bits: int, n: int, k: int, group_size: int
 ) -> tuple[Array, Array, Array, PlainWeight]:
-    """Codes, scales and zero points [N, ...]; the same as a format stores them, and a view of that for plain.cpp."""
+    """Codes, scales (fp16) and zero points [N, ...]; the same as a format stores them, and a view of that for plain.cpp."""
     random, groups = np.random.default_rng(8), -(-k // group_size)
     codes, zeros = random.integers(0, 2**bits, (n, k)), random.integers(0, 2**bits, (n, groups))
-    scales = random.uniform(0.5, 1.5, (n, groups)).astype(np.float32)
+    scales = random.uniform(0.5, 1.5, (n, groups)).astype(np.float16)
     q, s, z = (aligned(t) for t in oracle.store(name, codes, scales, zeros, bits))  # type: ignore[arg-type]
     plain = PlainWeight(1, n, k, bits, group_size, *map(pointer, (q, s, z, None)))
     plain.held = q, s, z  # for as long as it points there
@@ -160,10 +160,16 @@ def dequantize_stored(name: str, dtype: int, bits: int, act_order: bool) -> Case
     def case(ops: Ops, arch: str) -> float:
         codes, scales, zeros, plain = random_stored(name, bits, n, k, group_size)
         order = np.arange(k) // group_size
-        g_idx = np.random.default_rng(9).permutation(order).astype(np.int32) if act_order else None
+        g_idx = aligned(np.random.default_rng(9).permutation(order).astype(np.int32)) if act_order else None
         out = aligned(stored(np.full((n, k), np.nan), dtype))
         ops.call(
-            "plain_dequantize", dtype, oracle.FORMAT_IDS[name], ctypes.byref(plain), pointer(g_idx), p(out)
+            "plain_dequantize",
+            dtype,
+            oracle.FORMAT_IDS[name],
+            F16,
+            ctypes.byref(plain),
+            pointer(g_idx),
+            p(out),
         )
         wanted = oracle.exact_weight(
             codes, scales, zeros, group_size, bits, order if g_idx is None else g_idx
@@ -181,7 +187,7 @@ def repack(name: str, bits: int) -> Case:
         columns = np.random.default_rng(10).permutation(k).astype(np.int32)
         wanted = oracle.pack_bytes(codes[:, columns], bits), scales, zeros.astype(np.uint8)
         got = [aligned(np.full_like(w, 77)) for w in wanted]
-        ops.call("plain_repack", oracle.FORMAT_IDS[name], ctypes.byref(plain), p(columns), *map(p, got))
+        ops.call("plain_repack", oracle.FORMAT_IDS[name], F16, ctypes.byref(plain), p(columns), *map(p, got))
         return 0.0 if all((g == w).all() for g, w in zip(got, wanted, strict=True)) else 1.0
 
     return case
@@ -284,6 +290,7 @@ def align(slots: int, experts: int, block: int) -> Case:
     return case
 
 
+STORED = (("gptq_v1", (4, 8)), ("awq", (4,)), ("compressed_tensors", (4, 8)), ("quark_uint_order", (8,)))
 MANY = 320  # experts of a row each: blocks of a grid that fills the chip
 # Rounding of results: 16-bit outputs carry half a unit in the last place of the largest one.
 ROUNDING = {F32: 2e-6, F16: 1e-3, BF16: 6e-3}
@@ -296,11 +303,11 @@ def cases() -> list[tuple[str, Case, float]]:
         out.append((f"dequantize int4 to {name}", dequantize(dtype, 4, 24, 320, 32), ROUNDING[dtype]))
     out.append(("dequantize int4 odd to fp32", dequantize(F32, 4, 5, 37, 12), 2e-6))
     out.append(("dequantize int8 to bf16", dequantize(BF16, 8, 5, 48, 16), ROUNDING[BF16]))
-    for name, bits_list in (("gptq_v1", (4, 8)), ("awq", (4,)), ("compressed_tensors", (4, 8))):
+    for name, bits_list in STORED:
         for bits in bits_list:
             out.append((f"repack int{bits} {name}", repack(name, bits), 0.0))
             for dtype, in_dtype in TYPES.items():
-                for act_order in (False, True) if name != "awq" else (False,):
+                for act_order in (False, True) if name in ("gptq_v1", "compressed_tensors") else (False,):
                     label = f"dequantize int{bits} {name}{' act-order' if act_order else ''} to {in_dtype}"
                     out.append((label, dequantize_stored(name, dtype, bits, act_order), ROUNDING[dtype]))
     out.append(("moe_align 700 slots", align(700, 5, 16), 0.0))

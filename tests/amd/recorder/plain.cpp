@@ -75,9 +75,9 @@ int plain_fused_moe(int atom, int dtype, int64_t tokens, int64_t topk, const voi
   return answer(gpu::fused_moe(p, w.data, w.size, nullptr, static_cast<gpu::Atom>(atom)));
 }
 
-static PackedMatrix matrix_of(int format, const PlainWeight& weight, const int32_t* g_idx) {
+static PackedMatrix matrix_of(int format, int scale_dtype, const PlainWeight& weight, const int32_t* g_idx) {
   PackedMatrix m;
-  m.format = static_cast<Format>(format);
+  m.format = static_cast<Format>(format), m.scale_dtype = static_cast<DType>(scale_dtype);
   m.bits = static_cast<int>(weight.bits);
   m.batch = weight.experts, m.out_features = weight.n, m.in_features = weight.k;
   m.group_size = weight.group_size, m.groups = (m.in_features + m.group_size - 1) / m.group_size;
@@ -86,12 +86,12 @@ static PackedMatrix matrix_of(int format, const PlainWeight& weight, const int32
 }
 
 // A format's matrices to dense.
-int plain_dequantize(int out_dtype, int format, const PlainWeight* weight, const int32_t* g_idx, void* out) {
-  return answer(gpu::dequantize(matrix_of(format, *weight, g_idx), static_cast<DType>(out_dtype), out, nullptr));
+int plain_dequantize(int out_dtype, int format, int scale_dtype, const PlainWeight* weight, const int32_t* g_idx, void* out) {
+  return answer(gpu::dequantize(matrix_of(format, scale_dtype, *weight, g_idx), static_cast<DType>(out_dtype), out, nullptr));
 }
 
-int plain_repack(int format, const PlainWeight* weight, const int32_t* in_perm, uint8_t* codes, float* scales, uint8_t* zeros) {
-  return answer(gpu::repack(matrix_of(format, *weight, nullptr), in_perm, nullptr, {codes, scales, zeros}, nullptr));
+int plain_repack(int format, int scale_dtype, const PlainWeight* weight, const int32_t* in_perm, uint8_t* codes, void* scales, uint8_t* zeros) {
+  return answer(gpu::repack(matrix_of(format, scale_dtype, *weight, nullptr), in_perm, nullptr, {codes, scales, zeros}, nullptr));
 }
 
 int plain_moe_align(int64_t slots, const int64_t* ids, int64_t experts, int64_t block_size, int32_t* sorted, int32_t* blocks, int32_t* offsets,
