@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import int4_emu
+from bard_models import IDS, load, logits
 from checkpoints import require_checkpoint
 from int4_emu import CheckpointError
 from int4_emu.data import BARD
@@ -25,17 +26,6 @@ from int4_writer import write_pair
 from tiny_models import tiny_model
 
 transformers = pytest.importorskip("transformers")
-
-IDS = torch.tensor([[594, 45, 37, 47, 14, 199, 497, 366, 812, 12]])
-
-
-def load(path: Path = BARD, **options: Any) -> Any:
-    return int4_emu.from_pretrained(path, **{"dtype": torch.float32, "progress": False, **options})
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(input_ids=IDS.to(model.device)).logits
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import int4_emu
+from bard_models import load, logits
 from int4_emu.data import BARD
 
 transformers = pytest.importorskip("transformers")
-
-IDS = torch.tensor([[594, 45, 37, 47, 14, 199, 497, 366, 812, 12]])
-
-
-def load(path: Path = BARD, **options: Any) -> Any:
-    return int4_emu.from_pretrained(path, **{"dtype": torch.float32, "progress": False, **options})
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(input_ids=IDS.to(model.device)).logits
 
 
 @pytest.fixture(scope="module")
