@@ -37,6 +37,7 @@ class Projection:
         has_qzeros: zero points are stored and not empty.
         has_g_idx: g_idx is stored and not empty (it may still be trivial).
         has_bias: a `.bias` [O] is stored.
+        in_features_assumed: I is another expert's; its own `weight_shape` has yet to agree.
     """
 
     module: str
@@ -48,6 +49,7 @@ class Projection:
     has_qzeros: bool = False
     has_g_idx: bool = False
     has_bias: bool = False
+    in_features_assumed: bool = False
 
     @property
     def group_size(self) -> int:

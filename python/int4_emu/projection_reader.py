@@ -165,10 +165,10 @@ class ProjectionReader:
         per_word = 32 // scheme.bits
         rows = scales.shape[axes.scales.index("O")]
         padded = self._padded_columns(module, scheme)
+        assumed = None
         if like is not None and like.scheme == scheme and 0 <= padded - like.in_features < per_word:
-            columns = like.in_features
-        else:
-            columns = self._unpadded_columns(module, scheme, rows)
+            assumed = like.in_features
+        columns = self._unpadded_columns(module, scheme, rows) if assumed is None else assumed
         group = columns if scheme.group_size == -1 else scheme.group_size
         groups = -(-columns // group) if group else 0
         sizes = {
@@ -191,7 +191,16 @@ class ProjectionReader:
         if len(problems) > before or scales.dtype is None:
             return None
         return Projection(
-            module, scheme, rows, columns, groups, scales.dtype, has_qzeros, has_g_idx, has_bias
+            module,
+            scheme,
+            rows,
+            columns,
+            groups,
+            scales.dtype,
+            has_qzeros,
+            has_g_idx,
+            has_bias,
+            assumed is not None,
         )
 
     def _padded_columns(self, module: str, scheme: QuantScheme) -> int:
@@ -302,12 +311,13 @@ class ProjectionReader:
         """
         scheme = projection.scheme
         assert scheme is not None, "read() is for quantised projections"
-        unpadded = self._unpadded_columns(projection.module, scheme, projection.out_features)
-        if unpadded != projection.in_features:
-            raise CheckpointError(
-                f"{projection.module}.{tensor_names(scheme.format).shape} must say {projection.in_features} "
-                f"columns, as in the first expert, got {unpadded}"
-            )
+        if projection.in_features_assumed:
+            unpadded = self._unpadded_columns(projection.module, scheme, projection.out_features)
+            if unpadded != projection.in_features:
+                raise CheckpointError(
+                    f"{projection.module}.{tensor_names(scheme.format).shape} must say {projection.in_features} "
+                    f"columns, as in the first expert, got {unpadded}"
+                )
         cuts = storage_cuts(projection, rows, columns)
         assert cuts is not None, "can_cut() was not asked"
         names, axes = tensor_names(scheme.format), tensor_axes(scheme.format, scheme.bits)
