@@ -67,6 +67,8 @@ def parse_enum(kind: type[E], value: E | int | str, name: str) -> E:
     Raises:
         ValueError: unknown name or number; the message lists the known ones.
     """
+    if isinstance(value, kind):  # torch.compile before 2.12 traces no look-up by a member
+        return value
     try:
         return kind[value] if isinstance(value, str) else kind(value)
     except (KeyError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +114,15 @@ def gating_of(module: Any) -> Gating:
     """
     found: Gating | None = getattr(module, "_int4_emu_gating", None)
     if found is None:
-        found = module._int4_emu_gating = _ask(module)
+        found = module._int4_emu_gating = _ask(id(module))
     return found
 
 
-# The first call may be one that torch.compile traces, which must not look into this.
+# The first call may be one that torch.compile traces, which must not look into this. What it takes for constant must get constants alone
+# before torch 2.12: hence a number for the module, which the caller keeps alive.
 @torch.compiler.assume_constant_result
-def _ask(module: Any) -> Gating:
+def _ask(address: int) -> Gating:
+    module = ctypes.cast(address, ctypes.py_object).value
     name = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(
