@@ -15,10 +15,9 @@ namespace int4_emu::cpu {
 
 // More rows of one expert than this make another unit: bounds the fp32 tiles that a worker holds.
 constexpr int64_t kUnitRows = 512;
-// Output columns of a task, for few rows and for many, and of a panel (one for the gate, one for the up rows).
-constexpr int64_t kNarrowColumns = 64, kTaskColumns = 128;
-// More rows than this are many: their x fills a core's cache, so a task should use it for more columns.
-constexpr int64_t kNarrowRows = 32;
+// Output columns of a task at most, and where wider tasks would be too few for the threads; then of a panel (one for the gate, one for the
+// up rows). A task begins by waiting for memory, which costs short ones more.
+constexpr int64_t kTaskColumns = 128, kNarrowColumns = 64, kTasksPerThread = 4;
 constexpr int64_t kPanelColumns = 32;
 // Columns of the weight matrix in a panel; streamed panels have half the rows and twice the columns.
 constexpr int64_t kPanelDepth = 1024;
@@ -115,11 +114,9 @@ int64_t append_units(int64_t expert, int64_t row0, int64_t rows, Unit* units, in
 // The most units that `rows` rows over `experts` experts can make.
 constexpr int64_t max_units(int64_t rows, int64_t experts) { return (experts < rows ? experts : rows) + rows / kUnitRows; }
 
-// Output columns of a task over units begin..end.
-inline int64_t task_columns(const Unit* units, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i)
-    if (units[i].m > kNarrowRows) return kTaskColumns;
-  return kNarrowColumns;
+// Output columns of a task, where each of `units` units has n.
+inline int64_t task_columns(int64_t units, int64_t n, int threads) {
+  return units * ceil_div(n, kTaskColumns) < kTasksPerThread * threads ? kNarrowColumns : kTaskColumns;
 }
 
 // Bytes that packed x may take at once. Enough for any single unit; beyond kWaveBytes the units go in waves.
