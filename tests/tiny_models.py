@@ -129,8 +129,9 @@ def tiny_config(model_type: str, **options: Any) -> Any:
 
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no model type {model_type}")
-    if model_type == "aria_text" and transformers.__version__ < "5.20":
-        pytest.skip(f"transformers {transformers.__version__} names its experts fc1 and fc2")
+    if model_type == "aria_text" and hasattr(transformers.models.aria.modeling_aria, "AriaGroupedExpertsGemm"):
+        # An experts module of its own, which experts_implementation does not reach and which stores fc1 and fc2.
+        pytest.skip(f"transformers {transformers.__version__} has no common experts module in aria_text")
     kind = transformers.CONFIG_MAPPING[model_type]
     if model_type in COMPOSITE:
         default = kind()
