@@ -113,6 +113,17 @@ def test_export_with_any_number_of_tokens(packed: bool) -> None:
 # AOTInductor.
 
 
+PACKAGE_WITHOUT_US = """
+import sys, torch
+class Plain(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+exported = torch.export.export(Plain(), (torch.zeros(4),))
+package = torch._inductor.aoti_compile_and_package(exported, package_path=sys.argv[1])
+assert torch._inductor.aoti_load_package(package)(torch.zeros(4)).sum() == 4
+"""
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What examples/compile_export.py leaves in a folder that it is given; it compares with eager mode itself."""
@@ -125,13 +136,20 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
     }
     done = subprocess.run(
         [sys.executable, str(example), str(folder)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"compiled: .*\nexported: .*\npacked: \d", done.stdout), done.stdout
+    said = done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"compiled: .*\nexported: ", done.stdout), said
+    if done.returncode != 0:
+        # torch 2.11 overflows the stack in the std::regex of packages that some compilers make, whatever the model.
+        probe = [sys.executable, "-c", PACKAGE_WITHOUT_US, str(folder / "probe.pt2")]
+        if subprocess.run(probe, env=environment, capture_output=True, timeout=600, check=False).returncode != 0:
+            pytest.skip("torch cannot load an AOTInductor package of x + 1 here")
+    assert done.returncode == 0 and re.search(r"packed: \d", done.stdout), said
     return folder / "moe_layer.pt2"
 
 

@@ -97,14 +97,20 @@ inline Parallel pool_for(const Parallel& parallel, int64_t rows, int64_t experts
   return (experts < rows ? experts : rows) * weights + rows * weights / 2 < kSerialWork ? Parallel{} : parallel;
 }
 
-// Runs body(worker, task) for every task, begin_thread and end_thread around each worker's share.
+// Runs body(worker, task) for every task, begin_thread and end_thread around each worker's share. A worker draws runs of tasks, which get
+// shorter towards the end: neighbours share packed x, and the codes of the next task are the ones that prefetchers run into.
 template <class Body>
 void run_tasks(const Parallel& parallel, const TileTable& table, int64_t tasks, const Body& body) {
   const int64_t workers = parallel.threads < 1 ? 1 : (tasks < parallel.threads ? tasks : parallel.threads);
   std::atomic<int64_t> next{0};
   parallel.for_each(workers, 1, [&](int64_t worker, int64_t) {
     if (table.begin_thread) table.begin_thread();
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(worker, task);
+    for (int64_t task = next.load(std::memory_order_relaxed); task < tasks;) {
+      const int64_t left = tasks - task, run = left < 4 * workers ? 1 : left / (2 * workers);
+      if (!next.compare_exchange_weak(task, task + run, std::memory_order_relaxed)) continue;
+      for (const int64_t end = task + run; task < end; ++task) body(worker, task);
+      task = next.load(std::memory_order_relaxed);
+    }
     if (table.end_thread) table.end_thread();
   });
 }

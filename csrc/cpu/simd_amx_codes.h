@@ -204,7 +204,7 @@ struct ExactProduct {
   const ExactColumns& columns;
   ExactState& state;
   Vi table;
-  int64_t prefetch;  // bytes ahead: the next 16 columns, or in long rows the same ones
+  CodesAhead ahead;
 
   int64_t tiles_of(int64_t block) const {
     const int64_t left = shape.tiles - block * kBlockTiles;
@@ -213,10 +213,9 @@ struct ExactProduct {
 
   void decode(int64_t block) {
     char* out = state.weights[block & 1];
-    if (block % 2 == 0) {  // a cache line of codes is two blocks (int4)
-      const int64_t ahead = block * kBlockTiles * 4 * kBits + prefetch;
+    if (constexpr int64_t line = 16 / (kBlockTiles * kBits); block % line == 0) {  // blocks of a cache line of codes
 #pragma GCC unroll 16
-      for (int i = 0; i < kTile; ++i) _mm_prefetch(reinterpret_cast<const char*>(columns.codes[i] + ahead), _MM_HINT_T1);
+      for (int i = 0; i < kTile; ++i) fetch_codes(columns.codes[0], ahead, i, block / line);
     }
     for (int64_t i = 0; i < tiles_of(block); ++i) {
       const int64_t t = block * kBlockTiles + i, group = state.group_of[t];
@@ -283,11 +282,13 @@ void multiply_exact(const ProductArgs& a) {
     float* c = a.c + p * a.m * a.ldc;
     for (int64_t j = 0; j < a.n; j += kTile) {
       const int64_t count = a.n - j < kTile ? a.n - j : kTile;
-      // The codes to fetch: those of the next sixteen columns, or in long rows further on in the same ones.
+      // The codes to fetch: those of the next sixteen columns (after the last, those behind these, which most often come next), or in long
+      // rows further on in the same ones.
       const bool last = j + kTile >= a.n;
       const int64_t row_now = a.row0[p] + j * a.step;
-      const int64_t row_next = !last ? row_now + kTile * a.step : p + 1 < a.parts ? a.row0[1] : row_now;
-      const int64_t prefetch = w.n_stride <= 2048 ? (row_next - row_now) * w.n_stride : 512;
+      const int64_t row_next = !last ? row_now + kTile * a.step : p + 1 < a.parts ? a.row0[1] : a.row0[0] + a.n * a.step;
+      const bool short_rows = w.n_stride <= 2048;
+      const CodesAhead ahead = codes_ahead(w, a.step, kTile, short_rows ? (row_next - row_now) * w.n_stride : 512, short_rows);
       ExactColumns columns;
       for (int64_t i = 0; i < kTile; ++i) {
         const int64_t row = a.row0[p] + (j + (i < count ? i : count - 1)) * a.step;
@@ -295,9 +296,9 @@ void multiply_exact(const ProductArgs& a) {
         columns.scales[i] = scales_of(w, a.expert, row);
         columns.zeros[i] = w.zeros ? zeros_of(w, a.expert, row) : nullptr;
       }
-      if (w.bits == 8) ExactProduct<8, true>{a, shape, columns, state, table, prefetch}.run();
-      else if (w.zeros != nullptr) ExactProduct<4, true>{a, shape, columns, state, table, prefetch}.run();
-      else ExactProduct<4, false>{a, shape, columns, state, table, prefetch}.run();
+      if (w.bits == 8) ExactProduct<8, true>{a, shape, columns, state, table, ahead}.run();
+      else if (w.zeros != nullptr) ExactProduct<4, true>{a, shape, columns, state, table, ahead}.run();
+      else ExactProduct<4, false>{a, shape, columns, state, table, ahead}.run();
       const __mmask16 mask = static_cast<__mmask16>(0xffffu >> (kTile - count));
       for (int64_t i = 0; i < a.m; ++i) _mm512_mask_storeu_ps(c + i * a.ldc + j, mask, _mm512_load_ps(state.sums + i * kTile));
     }

@@ -9,27 +9,22 @@
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kLimbTiles = 4;      // sum tiles: bounds the rows of x
+constexpr int64_t kLimbTileRows = 8;   // rows of x: one tile of sums
 constexpr int64_t kLimbGroups = 512;   // groups of a row: bounds the scratch on the stack
-
-constexpr int64_t kLimbTileRows = 8;   // rows of x of a sum tile
-inline int64_t limb_tiles(int64_t m) { return (m + kLimbTileRows - 1) / kLimbTileRows; }
 
 bool serves_limb_tiles(const Weight& w, DType x, int64_t m) {
   return x == DType::bf16 && w.packed && w.bits == 4 && w.layout == Layout::canonical && w.k % kCodesBlock == 0 && w.k > 0 &&
-         w.k <= kCodesMost && w.groups <= kLimbGroups && groups_are_whole(w, kCodesBlock) && limb_tiles(m) <= kLimbTiles;
+         w.k <= kCodesMost && w.groups <= kLimbGroups && groups_are_whole(w, kCodesBlock) && m <= kLimbTileRows;
 }
 
-// Of one sum tile and 128 columns. Row p of a tile has the columns of lane p of a vector of codes.
+// Of 128 columns. Row p of a tile has the columns of lane p of a vector of codes.
 struct alignas(64) LimbTile {
   int8_t bytes[2][kTile * 64];  // even and odd columns
   float scale[16];              // of a lane's numbers
   float shift[16];              // the sum of a lane's numbers times its scale: for a zero point; times -8 where that is the zero point
 };
 
-size_t packed_x_bytes_limb_tiles(const Weight& w, int64_t m) {
-  return static_cast<size_t>(limb_tiles(m) * (w.k / kCodesBlock)) * sizeof(LimbTile);
-}
+size_t packed_x_bytes_limb_tiles(const Weight& w) { return static_cast<size_t>(w.k / kCodesBlock) * sizeof(LimbTile); }
 
 inline Vf largest_lane(Vf v) {
   for (int i = 1; i < kLanes; i *= 2) {
@@ -79,30 +74,29 @@ inline void pack_limb_row(const PackXArgs& a, const void* row, int64_t i, int64_
   }
 }
 
-// [sum tile][block of 128 columns]
 void pack_x_limb_tiles(const Weight& w, const PackXArgs& a) {
   const int64_t blocks = w.k / kCodesBlock;
   LimbTile* tiles = static_cast<LimbTile*>(a.out);
-  __builtin_memset(a.out, 0, packed_x_bytes_limb_tiles(w, a.m));
+  __builtin_memset(a.out, 0, packed_x_bytes_limb_tiles(w));
   for (int64_t i = 0; i < a.m; ++i) {
     const void* row = x_row(a, i, 2);
     for (int64_t b = 0; b < blocks; ++b)
-      pack_limb_row(a, row, i, b * kCodesBlock, i % kLimbTileRows * 2, w.zeros != nullptr, tiles[i / kLimbTileRows * blocks + b]);
+      pack_limb_row(a, row, i, b * kCodesBlock, 2 * i, w.zeros != nullptr, tiles[b]);
   }
 }
 
 struct LimbState {
   alignas(4096) uint8_t weights[2][2][kTileBytes];    // even and odd codes of a block
-  alignas(4096) int32_t products[2][2][kTile * kTile];
-  alignas(64) float sums[kLimbTiles][kTile * kTile];  // [weight row][lane]
+  alignas(4096) int32_t products[2][kTile * kTile];
+  alignas(64) float sums[kTile * kTile];              // [weight row][lane]
   alignas(64) float scales[kTile * kLimbGroups + kLanes], zeros[kTile * kLimbGroups + kLanes];  // [weight row][group]
 };
 
 // Sixteen rows of weights: where they lie, those to fetch, and what they share.
 struct LimbRows {
   const uint8_t* codes[kTile];
-  int64_t prefetch;
-  int64_t blocks, tiles, groups;    // groups of a row
+  CodesAhead ahead;
+  int64_t blocks, groups;           // of a row
   const uint16_t* group_of;         // [blocks]
   const LimbTile* x;
 };
@@ -112,43 +106,35 @@ inline void split_codes(const LimbRows& t, int64_t block, LimbState& state) {
   uint8_t* out = state.weights[block & 1][0];
 #pragma GCC unroll 4
   for (int64_t r = 0; r < kTile; ++r) {
-    const uint8_t* codes = t.codes[r] + block * 64;
-    _mm_prefetch(reinterpret_cast<const char*>(codes + t.prefetch), _MM_HINT_T0);
-    const Vi words = _mm512_loadu_si512(codes);
+    fetch_codes(t.codes[0], t.ahead, r, block);
+    const Vi words = _mm512_loadu_si512(t.codes[r] + block * 64);
     _mm512_store_si512(out + r * 64, _mm512_and_si512(words, nibbles));
     _mm512_store_si512(out + kTileBytes + r * 64, _mm512_and_si512(_mm512_srli_epi32(words, 4), nibbles));
   }
 }
 
-// A block of weights times one or two tiles of x.
-inline void multiply_limb_tiles(const LimbRows& t, int64_t block, int64_t tile, LimbState& state, int32_t* products) {
+// A block of weights times x.
+inline void multiply_limb_tiles(const LimbRows& t, int64_t block, LimbState& state) {
   const uint8_t* w = state.weights[block & 1][0];
-  const LimbTile* x = t.x + tile * t.blocks + block;
+  const LimbTile& x = t.x[block];
   _tile_zero(0);
   _tile_loadd(4, w, 64);
-  _tile_loadd(6, x->bytes[0], 64);
+  _tile_loadd(6, x.bytes[0], 64);
   _tile_dpbusd(0, 4, 6);
   _tile_loadd(5, w + kTileBytes, 64);
-  _tile_loadd(7, x->bytes[1], 64);
+  _tile_loadd(7, x.bytes[1], 64);
   _tile_dpbusd(0, 5, 7);
-  if (tile + 1 < t.tiles) {
-    _tile_zero(1);
-    _tile_loadd(6, x[t.blocks].bytes[0], 64);
-    _tile_dpbusd(1, 4, 6);
-    _tile_loadd(7, x[t.blocks].bytes[1], 64);
-    _tile_dpbusd(1, 5, 7);
-    _tile_stored(1, products + 256, 64);
-  }
-  _tile_stored(0, products, 64);
+  _tile_stored(0, state.products[block & 1], 64);
 }
 
 template <bool kZeros>
-inline void scale_limb_tile(const LimbRows& t, int64_t block, int64_t tile, const int32_t* products, LimbState& state) {
-  const LimbTile& x = t.x[tile * t.blocks + block];
+inline void scale_limb_tile(const LimbRows& t, int64_t block, LimbState& state) {
+  const LimbTile& x = t.x[block];
+  const int32_t* products = state.products[block & 1];
   const Vf x_scale = _mm512_load_ps(x.scale), shift = _mm512_load_ps(x.shift);
   const float* scales = state.scales + t.group_of[block];
   const float* zeros = state.zeros + t.group_of[block];
-  float* sums = state.sums[tile];
+  float* sums = state.sums;
 #pragma GCC unroll 4
   for (int64_t r = 0; r < kTile; ++r, scales += t.groups, zeros += t.groups) {
     const Vf product = to_float(_mm512_load_si512(products + r * kTile));
@@ -159,29 +145,19 @@ inline void scale_limb_tile(const LimbRows& t, int64_t block, int64_t tile, cons
   }
 }
 
-// Sums of all K for sixteen rows of weights, in steps of one or two tiles of x.
+// Sums of all K for sixteen rows of weights.
 template <bool kZeros>
 inline void limb_rows_of(const LimbRows& t, LimbState& state) {
-  __builtin_memset(state.sums, 0, static_cast<size_t>(t.tiles) * sizeof state.sums[0]);
-  const auto scale = [&](int64_t block, int64_t tile, int64_t step) {
-    const int32_t* products = state.products[step & 1][0];
-    scale_limb_tile<kZeros>(t, block, tile, products, state);
-    if (tile + 1 < t.tiles) scale_limb_tile<kZeros>(t, block, tile + 1, products + 256, state);
-  };
+  __builtin_memset(state.sums, 0, sizeof state.sums);
   split_codes(t, 0, state);
-  int64_t step = 0, last_block = 0, last_tile = 0;
   for (int64_t b = 0; b < t.blocks; ++b) {
     if (b + 1 < t.blocks) split_codes(t, b + 1, state);
     finish_stores(state.weights);
-    for (int64_t tile = 0; tile < t.tiles; tile += 2, ++step) {
-      multiply_limb_tiles(t, b, tile, state, state.products[step & 1][0]);
-      if (step > 0) scale(last_block, last_tile, step - 1);
-      last_block = b;
-      last_tile = tile;
-    }
+    multiply_limb_tiles(t, b, state);
+    if (b > 0) scale_limb_tile<kZeros>(t, b - 1, state);
   }
   finish_stores(state.products);
-  scale(last_block, last_tile, step - 1);
+  scale_limb_tile<kZeros>(t, t.blocks - 1, state);
 }
 
 template <bool kZeros>
@@ -192,7 +168,6 @@ void multiply_limb_tiles_as(const ProductArgs& a) {
   uint16_t group_of[kCodesMost / kCodesBlock];
   t.x = static_cast<const LimbTile*>(a.packed_x);
   t.blocks = w.k / kCodesBlock;
-  t.tiles = limb_tiles(a.m);
   t.groups = w.groups;
   t.group_of = group_of;
   const int64_t blocks_per_group = (w.group_size < w.k ? w.group_size : w.k) / kCodesBlock;
@@ -205,9 +180,11 @@ void multiply_limb_tiles_as(const ProductArgs& a) {
     for (int64_t j = 0; j < a.n; j += kTile) {
       const int64_t count = a.n - j < kTile ? a.n - j : kTile, row = a.row0[p] + j * a.step;
       for (int64_t r = 0; r < kTile; ++r) t.codes[r] = codes + (row + (r < count ? r : count - 1) * a.step) * w.n_stride;
-      // The codes to fetch: those of the next sixteen rows, or in long rows further on in the same ones.
-      const int64_t next = j + kTile < a.n ? row + kTile * a.step : p + 1 < a.parts ? a.row0[1] : row;
-      t.prefetch = w.n_stride <= 1024 ? (next - row) * w.n_stride : 512;
+      // The codes to fetch: those of the next sixteen rows, or in long rows further on in the same ones. After the last rows that are the
+      // columns behind these, which most often come next.
+      const int64_t next = j + kTile < a.n ? row + kTile * a.step : p + 1 < a.parts ? a.row0[1] : a.row0[0] + a.n * a.step;
+      const bool short_rows = w.n_stride <= 1024;
+      t.ahead = codes_ahead(w, a.step, kTile, short_rows ? (next - row) * w.n_stride : 512, short_rows);
       for (int64_t r = 0; r < count; r += a.step == 1 ? count : 1) {
         const int64_t run = a.step == 1 ? count : 1, values = run * w.groups;
         const char* scales = scales_of(w, a.expert, row + r * a.step);
@@ -220,18 +197,16 @@ void multiply_limb_tiles_as(const ProductArgs& a) {
       }
       limb_rows_of<kZeros>(t, state);
       const __mmask16 mask = static_cast<__mmask16>(0xffffu >> (kTile - count));
-      for (int64_t tile = 0; tile < t.tiles; ++tile) {
-        Vi v[kTile];
+      Vi v[kTile];
 #pragma GCC unroll 16
-        for (int i = 0; i < kTile; ++i) v[i] = _mm512_castps_si512(_mm512_load_ps(state.sums[tile] + i * kTile));
-        transpose16(v);
-        alignas(64) float lanes[kTile * kTile];
+      for (int i = 0; i < kTile; ++i) v[i] = _mm512_castps_si512(_mm512_load_ps(state.sums + i * kTile));
+      transpose16(v);
+      alignas(64) float lanes[kTile * kTile];
 #pragma GCC unroll 16
-        for (int i = 0; i < kTile; ++i) _mm512_store_ps(lanes + i * kTile, _mm512_castsi512_ps(v[i]));
-        for (int64_t i = 0; i < kLimbTileRows && tile * kLimbTileRows + i < a.m; ++i) {
-          const Vf total = add(_mm512_load_ps(lanes + 2 * i * kTile), _mm512_load_ps(lanes + (2 * i + 1) * kTile));
-          _mm512_mask_storeu_ps(a.c + (p * a.m + tile * kLimbTileRows + i) * a.ldc + j, mask, total);
-        }
+      for (int i = 0; i < kTile; ++i) _mm512_store_ps(lanes + i * kTile, _mm512_castsi512_ps(v[i]));
+      for (int64_t i = 0; i < a.m; ++i) {
+        const Vf total = add(_mm512_load_ps(lanes + 2 * i * kTile), _mm512_load_ps(lanes + (2 * i + 1) * kTile));
+        _mm512_mask_storeu_ps(a.c + (p * a.m + i) * a.ldc + j, mask, total);
       }
     }
   }

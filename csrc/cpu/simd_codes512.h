@@ -21,10 +21,27 @@ bool serves_codes(const Weight& w, DType x, int64_t m) {
          m * splits_of(x) <= kCodesVectors;
 }
 
+// The lines of weights to fetch while some rows are multiplied: bytes from the first row to the first line, then from a row's line to that of
+// the row below and to the row's next one.
+struct CodesAhead {
+  int64_t bytes, row, line;
+};
+
+// `bytes` ahead: those of other rows, or further on in the same ones. Hardware prefetchers do not follow several streams within a page, but
+// they do follow lines that are asked for in their order in memory, where rows lie one behind another.
+inline CodesAhead codes_ahead(const Weight& w, int64_t step, int64_t rows, int64_t bytes, bool of_other_rows) {
+  if (of_other_rows && step == 1 && w.n_stride % 64 == 0 && w.n_stride * 8 == w.k * w.bits) return {bytes, 64, rows * 64};
+  return {bytes, step * w.n_stride, 64};
+}
+inline void fetch_codes(const uint8_t* first_row, const CodesAhead& a, int64_t row, int64_t line) {
+  _mm_prefetch(reinterpret_cast<const char*>(first_row + a.bytes + row * a.row + line * a.line), _MM_HINT_T1);
+}
+
 // What the rows of a product share.
 struct CodesShared {
   const void* x;
-  int64_t blocks, prefetch;        // blocks of a row; bytes ahead
+  int64_t blocks;                  // of a row
+  CodesAhead ahead;
   const uint16_t* first_group;     // [blocks] of the lanes of each block
   Vi lane_group;                   // and which group after it a lane belongs to
   Vi table;
@@ -68,6 +85,13 @@ inline CodesStep codes_step(const ProductArgs& a, int64_t step, int64_t steps_of
   return s;
 }
 
+// The first row of a step; of one beyond the last, that of the columns after these, which most often come next.
+inline int64_t row_of_step(const ProductArgs& a, int64_t step, int64_t steps_of_part) {
+  const int64_t part = step / steps_of_part, beyond = step - a.parts * steps_of_part;
+  if (part < a.parts) return a.row0[part] + step % steps_of_part * kCodesRows * a.step;
+  return a.row0[0] + (a.n + beyond * kCodesRows) * a.step;
+}
+
 // `Way` multiplies kCodesRows rows of codes by kM rows of x in kSplits parts each.
 template <bool kZeros, int kM, int kSplits, class Way>
 void multiply_codes(const ProductArgs& a) {
@@ -95,16 +119,16 @@ void multiply_codes(const ProductArgs& a) {
     for (int64_t r = 0; r < s.columns; ++r) load_groups<Way::kZerosAreFloats>(w, a.expert, s.row + r * a.step, w.groups, r * w.groups, to);
   };
   const int64_t steps_of_part = (a.n + kCodesRows - 1) / kCodesRows, steps = a.parts * steps_of_part;
-  // Codes are fetched about 4 KB before they are read, steps ahead, or in long rows further on in the same row: hardware prefetchers do not
-  // follow several streams within a page, and know nothing of the second part. Scales are brought in one step ahead.
+  // Codes are fetched about 4 KB before they are read, steps ahead, or in long rows further on in the same row: hardware prefetchers know
+  // nothing of the second part. Scales are brought in one step ahead.
   const int64_t step_bytes = kCodesRows * w.n_stride, steps_ahead = step_bytes <= 8192 ? (4095 + step_bytes) / step_bytes : 0;
   CodesStep step = codes_step(a, 0, steps_of_part);
   load(step, groups[0]);
   for (int64_t i = 0; i < steps; ++i) {
     const CodesStep next = codes_step(a, i + 1 < steps ? i + 1 : i, steps_of_part);
     load(next, groups[(i + 1) & 1]);
-    t.prefetch = 2048;
-    if (steps_ahead > 0) t.prefetch = i + steps_ahead < steps ? codes_step(a, i + steps_ahead, steps_of_part).rows[0] - step.rows[0] : 0;
+    const int64_t bytes = steps_ahead > 0 ? (row_of_step(a, i + steps_ahead, steps_of_part) - step.row) * w.n_stride : 2048;
+    t.ahead = codes_ahead(w, a.step, kCodesRows, bytes, steps_ahead > 0);
     Vf sums[kCodesRows][kM * kSplits];
     Way::rows(t, step.rows, groups[i & 1], w.groups, sums);
 #pragma GCC unroll 4

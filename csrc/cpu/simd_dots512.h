@@ -40,7 +40,7 @@ inline void codes_rows(const CodesShared& t, const uint8_t* const rows[kCodesRow
     for (int r = 0; r < kCodesRows; ++r) {
       const uint8_t* codes = rows[r] + b * 64;
       const int64_t group = r * group_count + t.first_group[b];
-      _mm_prefetch(reinterpret_cast<const char*>(codes + t.prefetch), _MM_HINT_T0);
+      fetch_codes(rows[0], t.ahead, r, b);
       Vi index[4], z = _mm512_setzero_si512();
       if constexpr (kZeros) z = _mm512_permutexvar_epi32(t.lane_group, _mm512_loadu_si512(groups.zeros + group));
       code_indices<kZeros>(_mm512_loadu_si512(codes), z, index);

@@ -86,7 +86,7 @@ inline void limb_rows(const CodesShared& t, const uint8_t* const rows[kCodesRows
     for (int r = 0; r < kCodesRows; ++r) {
       const uint8_t* codes = rows[r] + b * 64;
       const int64_t group = r * group_count + t.first_group[b];
-      _mm_prefetch(reinterpret_cast<const char*>(codes + t.prefetch), _MM_HINT_T0);
+      fetch_codes(rows[0], t.ahead, r, b);
       const Vi words = _mm512_loadu_si512(codes);
       const Vi even = _mm512_and_si512(words, nibbles), odd = _mm512_and_si512(_mm512_srli_epi32(words, 4), nibbles);
       const Vf scale = _mm512_permutexvar_ps(t.lane_group, load(groups.scales + group));

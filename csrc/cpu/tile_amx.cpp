@@ -23,7 +23,7 @@
 #include "simd_amx_tiles.h"
 #include "simd_amx_codes.h"
 #include "simd_amx_limbs.h"
-#include "simd_amx_panels.h"
+#include "simd_amx_strips.h"
 
 namespace int4_emu::cpu {
 namespace {
@@ -208,17 +208,19 @@ void gemm_amx(const GemmArgs& a) {
 }
 
 // Which way m rows go, by what was measured (docs/performance.md). A few rows of bf16 x go in integers, on vectors or, in groups that fill
-// a vector of codes, on tiles; many rows are worth a panel of rounded weights; what rounding may not touch multiplies exact codes.
-enum class Way { none, limbs, limb_tiles, exact, panels };
+// a vector of codes, on tiles; more meet strips of rounded weights; what rounding may not touch multiplies exact codes.
+enum class Way { none, limbs, limb_tiles, exact, strips };
 constexpr int64_t kFewRows = 2;        // by vectors where tiles could do it, too
-constexpr int64_t kExactFewRows = 32;  // by exact codes before panels pay; dense weights stay in place up to here
+constexpr int64_t kExactFewRows = 8;   // by exact codes where blocks of codes can be looked up
+constexpr int64_t kInPlaceRows = 32;   // of other weights, before strips pay
 
 Way way_of(const Weight& w, DType x, int64_t m) {
   const bool tiles = serves_limb_tiles(w, x, m);
   if (serves_limbs(w, x, m) && (m <= kFewRows || !tiles)) return Way::limbs;
   if (tiles) return Way::limb_tiles;
-  if ((x != DType::bf16 || m <= kExactFewRows) && serves_exact(w, m)) return Way::exact;
-  return m > kExactFewRows && serves_panels(w, x) ? Way::panels : Way::none;
+  const int64_t few = strip_looks_up(w) ? kExactFewRows : kInPlaceRows;
+  if ((x != DType::bf16 || m <= few) && serves_exact(w, m)) return Way::exact;
+  return m > few && serves_strips(w, x) ? Way::strips : Way::none;
 }
 
 bool serves(const Weight& w, DType x, int64_t m) { return way_of(w, x, m) != Way::none; }
@@ -226,9 +228,9 @@ bool serves(const Weight& w, DType x, int64_t m) { return way_of(w, x, m) != Way
 size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
   switch (way_of(w, x, m)) {
     case Way::limbs: return packed_x_bytes_limbs(w, m);
-    case Way::limb_tiles: return packed_x_bytes_limb_tiles(w, m);
+    case Way::limb_tiles: return packed_x_bytes_limb_tiles(w);
     case Way::exact: return packed_x_bytes_exact(w, x, m);
-    default: return packed_x_bytes_panels(w, m);
+    default: return packed_x_bytes_strips(w, m);
   }
 }
 
@@ -237,7 +239,7 @@ void pack_x(const Weight& w, const PackXArgs& a) {
     case Way::limbs: return pack_x_limbs(w, a);
     case Way::limb_tiles: return pack_x_limb_tiles(w, a);
     case Way::exact: return pack_x_exact(w, a);
-    default: return pack_x_panels(w, a);
+    default: return pack_x_strips(w, a);
   }
 }
 
@@ -246,7 +248,7 @@ void multiply(const ProductArgs& a) {
     case Way::limbs: return multiply_limbs(a);
     case Way::limb_tiles: return multiply_limb_tiles(a);
     case Way::exact: return multiply_exact(a);
-    default: return multiply_panels(a);
+    default: return multiply_strips(a);
   }
 }
 

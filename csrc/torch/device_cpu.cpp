@@ -1,6 +1,8 @@
 // The CPU kernels on torch's own thread pool.
 
+#include <atomic>
 #include <exception>
+#include <memory>
 #include <mutex>
 
 #if defined(__linux__)
@@ -53,6 +55,37 @@ void advise_huge_pages(void* data, size_t bytes) {
 #endif
 }
 
+// Memory that stays with the process from call to call: as new memory in every call it would cost a page fault and a clearing for all of its
+// pages, in large calls a tenth of their time. A call beside another has memory of its own.
+class KeptWorkspace {
+ public:
+  KeptWorkspace(const Tensor& like, size_t bytes) : block_(spare().exchange(nullptr)) {
+    if (block_ != nullptr && block_->bytes >= bytes) return;
+    block_.reset();
+    block_ = std::make_unique<Block>(like, bytes);
+  }
+  ~KeptWorkspace() {
+    if (block_->bytes <= kMostKept) block_.reset(spare().exchange(block_.release()));
+  }
+  KeptWorkspace(const KeptWorkspace&) = delete;
+  KeptWorkspace& operator=(const KeptWorkspace&) = delete;
+  void* data() const { return block_->memory.data(); }
+
+ private:
+  static constexpr size_t kMostKept = size_t{256} << 20;
+  struct Block {
+    Block(const Tensor& like, size_t size) : memory(like, size), bytes(size) { advise_huge_pages(memory.data(), size); }
+    Workspace memory;
+    size_t bytes;
+  };
+  // Never freed: threads may still compute when the process ends.
+  static std::atomic<Block*>& spare() {
+    static std::atomic<Block*> block{nullptr};
+    return block;
+  }
+  std::unique_ptr<Block> block_;
+};
+
 }  // namespace
 
 Status unpack(const PackedMatrix& m, uint8_t* out) { return cpu::unpack(m, out, pool()); }
@@ -77,8 +110,7 @@ Status moe_align(const AlignProblem& p, const Tensor&) { return cpu::moe_align(p
 Status fused_moe(const MoeProblem& p, const Tensor& like) {
   const Parallel parallel = pool();
   const size_t bytes = cpu::moe_workspace_bytes(p, parallel.threads);
-  const Workspace workspace(like, bytes);
-  advise_huge_pages(workspace.data(), bytes);
+  const KeptWorkspace workspace(like, bytes);
   return cpu::fused_moe(p, workspace.data(), bytes, parallel);
 }
 
@@ -88,8 +120,7 @@ Status grouped_gemm(GroupedGemmProblem p, const Tensor& offsets, const Tensor& l
   p.offsets = wide.data();
   const Parallel parallel = pool();
   const size_t bytes = cpu::grouped_gemm_workspace_bytes(p, parallel.threads);
-  const Workspace workspace(like, bytes);
-  advise_huge_pages(workspace.data(), bytes);
+  const KeptWorkspace workspace(like, bytes);
   return cpu::grouped_gemm(p, workspace.data(), bytes, parallel);
 }
 

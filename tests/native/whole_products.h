@@ -143,6 +143,11 @@ void check_whole_products(const TileTable& t, bool quick) {
             const int64_t parts = 1 + kind / 2 % 2, step = parts == 2 && kind % 8 == 7 ? 2 : 1;
             served += check_whole_product(t, {m, n, k, std::min(group, k), bits, kind / 4 % 2 == 0, x, static_cast<DType>(kind % 3), parts, step}, worst);
           }
+  // Rows of weights longer than what goes at once on tiles.
+  for (const WholeCase& s : {WholeCase{18, 5, 8544, 32, 4, true, DType::bf16, DType::f16, 2, 1}, WholeCase{66, 2, 8832, 384, 4, false, DType::bf16, DType::f32, 1, 1},
+                             WholeCase{17, 6, 8224, 64, 4, true, DType::bf16, DType::bf16, 2, 2}, WholeCase{33, 3, 8320, 128, 8, true, DType::bf16, DType::f16, 1, 1},
+                             WholeCase{33, 16, 8224, 1, 0, false, DType::bf16, DType::f32, 1, 1}})
+    check_whole_product(t, s, worst);
   if (served < 10) worst.see(INFINITY, "nearly nothing is served");
   worst.report(t, "whole products");
 }

@@ -1,0 +1,422 @@
+// Many rows of x times bf16 weights on tdpbf16ps: dense ones, or packed ones rounded once to bf16. Included after simd_amx_tiles.h.
+//
+// Weights are the A operand, x the B operand, packed into tiles. A strip of 16 weight rows meets up to 64 rows of x at once, whose sums stay
+// in tiles over all columns. Each tile of weights is thus loaded once: dense ones where they lie, packed ones from a ring of two blocks, the
+// next of which is decoded between the products of this one. The few instructions of a block of codes fit beside them; more of them than
+// the core can look ahead over would run by turns instead (docs/performance.md).
+#pragma once
+
+namespace int4_emu::cpu {
+namespace {
+
+constexpr int64_t kStripTiles = 4;     // tiles of x beside a strip
+constexpr int64_t kBlockK = 128;       // columns of a block
+constexpr int64_t kBlockBytes = kBlockK / 32 * kTileBytes;
+constexpr int64_t kStripX = 512 << 10;  // elements of x in one go: they stay in L2 from strip to strip
+constexpr int64_t kStripK = 8192;       // and columns
+constexpr int64_t kStripGroups = kStripK / 32;
+
+// Whether a block's codes are looked up in tables of their group's sixteen values. Columns are then ordered as a vector of codes comes
+// apart: tile i of a block has code i of each half word.
+inline bool strip_looks_up(const Weight& w) {
+  return w.packed && w.bits == 4 && w.layout == Layout::canonical && w.k % 32 == 0 &&
+         (w.group_size == 32 || w.group_size == 64 || groups_are_whole(w, kBlockK));
+}
+
+bool serves_strips(const Weight& w, DType x) {
+  return x == DType::bf16 && w.k > 0 && (w.packed || (w.dtype == DType::bf16 && w.k_stride == 1));
+}
+
+inline int64_t strip_depth(const Weight& w) { return round_up_to(w.k, kBlockK); }
+
+// Columns in one go, with m rows of x.
+inline int64_t strip_columns(const Weight& w, int64_t m) {
+  const int64_t fitting = kStripX / round_up_to(m, kTile) / kBlockK * kBlockK, most = fitting < kStripK ? fitting : kStripK;
+  return most < kBlockK ? kBlockK : most < w.k ? most : strip_depth(w);
+}
+
+// For every run of so many columns [ceil(m / 16)][columns / 32] tiles of [16 pairs of columns][16 rows][2]: whole rows would lie a power of two
+// apart, and fight for the same sets of L2.
+size_t packed_x_bytes_strips(const Weight& w, int64_t m) {
+  return static_cast<size_t>(round_up_to(m, kTile) / kTile * (strip_depth(w) / 32) * kTileBytes);
+}
+
+void pack_x_strips(const Weight& w, const PackXArgs& a) {
+  const bool looks_up = strip_looks_up(w);
+  const int64_t depth = strip_depth(w), columns = strip_columns(w, a.m);
+  alignas(64) uint16_t block[kTile * 32];
+  const Vi order = exact_order(4);  // (c, c + 4) of each eight
+  char* out = static_cast<char*>(a.out);
+  for (int64_t first = 0; first < depth; first += columns) {
+    const int64_t count = depth - first < columns ? depth - first : columns;
+    for (int64_t i0 = 0; i0 < a.m; i0 += kTile, out += count / 32 * kTileBytes) {
+      for (int64_t k0 = 0; k0 < count; k0 += 32) {
+        for (int64_t i = 0; i < kTile; ++i) {
+          if (i0 + i < a.m) split_columns(a, i0 + i, first + k0, block + i * 32, 0);
+          else _mm512_store_si512(block + i * 32, _mm512_setzero_si512());
+        }
+        Vi v[kTile];
+#pragma GCC unroll 16
+        for (int i = 0; i < kTile; ++i) v[i] = _mm512_load_si512(block + i * 32);
+        if (!looks_up) {
+          transpose16(v);
+#pragma GCC unroll 16
+          for (int i = 0; i < kTile; ++i) _mm512_store_si512(out + k0 / 32 * kTileBytes + i * 64, v[i]);
+          continue;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kTile; ++i) v[i] = _mm512_permutexvar_epi16(order, v[i]);
+        transpose16(v);
+        // Pair c of eight p: row p of tile c of the block.
+        char* to = out + k0 / kBlockK * kBlockBytes + k0 % kBlockK / 8 * 64;
+#pragma GCC unroll 16
+        for (int i = 0; i < kTile; ++i) _mm512_store_si512(to + i % 4 * kTileBytes + i / 4 * 64, v[i]);
+      }
+    }
+  }
+}
+
+// Rows of one expert's matrix that make a strip; rows beyond the last repeat it, and their sums are not written.
+struct Strip {
+  int64_t rows[kTile];
+  const uint8_t* codes[kTile];
+  alignas(64) float scales[kTile][kStripGroups + kLanes];  // of the groups of the columns in hand
+  alignas(64) float zeros[kTile][kStripGroups + kLanes];
+};
+
+// What a product's strips share.
+struct StripShape {
+  const Weight* weight;
+  int64_t expert, row0[3], step, n, strips;  // of the parts, and of the columns after these, which most often come next; strips of a part
+  int64_t k0, k, blocks;                     // the columns in hand
+  bool ends;                                 // a row ends with them
+  int64_t rows(int64_t q) const { return n - q % strips * kTile < kTile ? n - q % strips * kTile : kTile; }
+  int64_t row(int64_t q, int64_t r) const {
+    const int64_t most = rows(q) - 1;
+    return row0[q / strips] + (q % strips * kTile + (r < most ? r : most)) * step;
+  }
+};
+
+// Bit 4 of both halves of a lane, in the lanes of every second group of 32 or 64 columns: which of two tables.
+constexpr uint32_t kSecond = 0x00100010;
+alignas(64) constexpr uint32_t kSelectQuarter[16] = {0, 0, 0, 0, kSecond, kSecond, kSecond, kSecond,
+                                                     0, 0, 0, 0, kSecond, kSecond, kSecond, kSecond};
+alignas(64) constexpr uint32_t kSelectHalf[16] = {0,       0,       0,       0,       0,       0,       0,       0,
+                                                  kSecond, kSecond, kSecond, kSecond, kSecond, kSecond, kSecond, kSecond};
+
+// (word & 0x000f000f) | selector
+inline Vi select_entry(Vi word, Vi selector) { return _mm512_ternarylogic_epi32(word, _mm512_set1_epi32(0x000f000f), selector, 0xea); }
+
+// Canonical int4 codes, kGroups groups to a block: 4, 2, or 1 where a group is one block or more.
+template <int kGroups, bool kZeros>
+struct LookupBlocks {
+  static constexpr int64_t kSteps = kGroups == 1 ? 2 : 4;
+  const StripShape& shape;
+  int64_t blocks_per_group;
+  Vf codes = kZeros ? to_float(iota()) : sub(to_float(iota()), set1(8.f));
+  Vi selector = _mm512_load_si512(kGroups == 4 ? kSelectQuarter : kSelectHalf);
+  // The block to decode.
+  const Strip* strip = nullptr;
+  const Strip* after = nullptr;  // the strip to fetch
+  int64_t block = 0, group = 0, next_group_in = 0;
+  __mmask16 words = 0;
+
+  explicit LookupBlocks(const StripShape& s) : shape(s), blocks_per_group(s.weight->group_size < s.weight->k ? s.weight->group_size / kBlockK : 0) {}
+
+  void place(int64_t q, Strip& to) const {
+    const Weight& w = *shape.weight;
+    for (int64_t r = 0; r < kTile; ++r)
+      to.codes[r] = static_cast<const uint8_t*>(w.data) + shape.expert * w.expert_stride + shape.row(q, r) * w.n_stride + shape.k0 / 2;
+  }
+  void prepare(int64_t q, Strip& to) const {
+    const Weight& w = *shape.weight;
+    const int64_t first = w.group_size < w.k ? shape.k0 / w.group_size : 0;
+    const int64_t last = w.group_size < w.k ? (shape.k0 + shape.k + w.group_size - 1) / w.group_size : 1;
+    for (int64_t r = 0; r < kTile; ++r) {
+      const int64_t row = shape.row(q, r);
+      for (int64_t g = first; g < last; g += kLanes) {
+        const int64_t count = last - g < kLanes ? last - g : kLanes;
+        store(to.scales[r] + g - first, load_first(scales_of(w, shape.expert, row), w.scale_dtype, g, count));
+        if constexpr (kZeros) store(to.zeros[r] + g - first, to_float(load_first_bytes(zeros_of(w, shape.expert, row) + g, count)));
+      }
+    }
+  }
+  void begin(const Strip& s) {
+    strip = &s;
+    block = group = 0;
+    next_group_in = blocks_per_group > 0 ? blocks_per_group - shape.k0 / kBlockK % blocks_per_group : 0;
+    count_words();
+  }
+  void advance() {
+    ++block;
+    if constexpr (kGroups > 1) group += kGroups;
+    else if (--next_group_in == 0) ++group, next_group_in = blocks_per_group;
+    count_words();
+  }
+  void count_words() {
+    const int64_t left = shape.k / 8 - block * kLanes;
+    words = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1u << left) - 1);
+  }
+  Vf value(int64_t r, int64_t g) const {
+    const Vf q = kZeros ? sub(codes, set1(strip->zeros[r][group + g])) : codes;
+    return mul(q, set1(strip->scales[r][group + g]));
+  }
+  Vi table(int64_t r, int64_t g) const {
+    if constexpr (kGroups == 1) return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g), value(r, g)));
+    else return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g + 1), value(r, g)));
+  }
+  // Rows first.. of the block.
+  template <int64_t kCount>
+  inline __attribute__((always_inline)) void rows(int64_t first, char* out) const {
+#pragma GCC unroll 8
+    for (int64_t r = first; r < first + kCount; ++r) {
+      _mm_prefetch(reinterpret_cast<const char*>(after->codes[r] + block * 64), _MM_HINT_T1);
+      const Vi word = _mm512_maskz_loadu_epi32(words, strip->codes[r] + block * 64);
+      const Vi low = table(r, 0), high = kGroups == 4 ? table(r, 2) : low;
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        Vi index = i == 0 ? word : _mm512_srli_epi32(word, 4 * i);
+        if constexpr (kGroups > 1) index = select_entry(index, selector);
+        Vi v = _mm512_permutexvar_epi16(index, low);
+        if constexpr (kGroups == 4) v = _mm512_mask_permutexvar_epi16(v, 0xffff0000u, index, high);
+        _mm512_store_si512(out + i * kTileBytes + r * 64, v);
+      }
+    }
+  }
+};
+
+// Any other weight, row by row.
+struct AnyBlocks {
+  static constexpr int64_t kSteps = 4;
+  const StripShape& shape;
+  const Strip *strip = nullptr, *after = nullptr;
+  int64_t block = 0;
+
+  explicit AnyBlocks(const StripShape& s) : shape(s) {}
+  void place(int64_t q, Strip& to) const {
+    for (int64_t r = 0; r < kTile; ++r) to.rows[r] = shape.row(q, r);
+  }
+  void prepare(int64_t, Strip&) const {}
+  void begin(const Strip& s) {
+    strip = &s;
+    block = 0;
+  }
+  void advance() { ++block; }
+  template <int64_t kCount>
+  void rows(int64_t first, char* out) const {
+    const Weight& w = *shape.weight;
+    const int64_t k0 = shape.k0 + block * kBlockK, left = shape.k - block * kBlockK, k = left < kBlockK ? left : kBlockK;
+    for (int64_t r = first; r < first + kCount; ++r) {
+      const int64_t row = strip->rows[r];
+      alignas(64) uint16_t values[kBlockK];
+      if (k < kBlockK) __builtin_memset(values, 0, sizeof values);
+      if (w.packed) decode_weight_row<DType::bf16>(w, shape.expert, row, k0, k, values);
+      else __builtin_memcpy(values, static_cast<const uint16_t*>(w.data) + shape.expert * w.expert_stride + row * w.n_stride + k0, k * 2);
+      for (int i = 0; i < 4; ++i) _mm512_store_si512(out + i * kTileBytes + r * 64, _mm512_load_si512(values + i * 32));
+    }
+  }
+};
+
+// One 16 x 16 block of sums [w row][x row] to c[x row][w row].
+inline void write_sums(const float* sums, float* c, int64_t ldc, int64_t m, int64_t columns) {
+  if (m <= 0 || columns <= 0) return;
+  Vi v[kTile];
+#pragma GCC unroll 16
+  for (int i = 0; i < kTile; ++i) v[i] = _mm512_castps_si512(_mm512_load_ps(sums + i * kTile));
+  transpose16(v);
+  if (m >= kTile && columns >= kTile) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; ++i) _mm512_storeu_ps(c + i * ldc, _mm512_castsi512_ps(v[i]));
+    return;
+  }
+  alignas(64) float rows[kTile * kTile];
+#pragma GCC unroll 16
+  for (int i = 0; i < kTile; ++i) _mm512_store_ps(rows + i * kTile, _mm512_castsi512_ps(v[i]));
+  const __mmask16 mask = static_cast<__mmask16>(0xffffu >> (kTile - (columns < kTile ? columns : kTile)));
+  for (int64_t i = 0; i < (m < kTile ? m : kTile); ++i) _mm512_mask_storeu_ps(c + i * ldc, mask, _mm512_load_ps(rows + i * kTile));
+}
+
+// sums of kT tiles += 16 weight rows times kT tiles of x.
+template <int kT>
+inline __attribute__((always_inline)) void multiply_tiles(const char* w, int64_t w_stride, const char* x, int64_t x_block) {
+  _tile_loadd(5, w, w_stride);
+  _tile_loadd(6, x, 64);
+  _tile_dpbf16ps(0, 5, 6);
+  if constexpr (kT > 1) {
+    _tile_loadd(7, x + x_block, 64);
+    _tile_dpbf16ps(1, 5, 7);
+  }
+  if constexpr (kT > 2) {
+    _tile_loadd(6, x + 2 * x_block, 64);
+    _tile_dpbf16ps(2, 5, 6);
+  }
+  if constexpr (kT > 3) {
+    _tile_loadd(7, x + 3 * x_block, 64);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// Sums of kT tiles, from and to memory.
+template <int kT>
+inline void begin_sums(const float* sums, bool first) {
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    return;
+  }
+  _tile_loadd(0, sums, 64);
+  if constexpr (kT > 1) _tile_loadd(1, sums + 256, 64);
+  if constexpr (kT > 2) _tile_loadd(2, sums + 512, 64);
+  if constexpr (kT > 3) _tile_loadd(3, sums + 768, 64);
+}
+template <int kT>
+inline void end_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  if constexpr (kT > 1) _tile_stored(1, sums + 256, 64);
+  if constexpr (kT > 2) _tile_stored(2, sums + 512, 64);
+  if constexpr (kT > 3) _tile_stored(3, sums + 768, 64);
+}
+
+// The columns in hand of one strip times kT tiles of x.
+struct StripStep {
+  const char* x;
+  int64_t x_block;  // bytes from a tile of x to that of the next sixteen rows
+  float* sums;
+  bool first;       // sums begin at zero
+};
+
+// Packed weights: block by block from the ring, of which `half` is ready, while the next block is decoded; after the last one that is the first
+// block of `after`. Returns the half that is ready then.
+template <int kT, class Blocks>
+inline int64_t multiply_blocks(const StripShape& shape, const StripStep& a, char* ring, int64_t half, Blocks& next, const Strip& after) {
+  begin_sums<kT>(a.sums, a.first);
+  for (int64_t b = 0; b < shape.blocks; ++b, half ^= 1) {
+    const char* w = ring + half * kBlockBytes;
+    char* out = ring + (half ^ 1) * kBlockBytes;
+    if (b + 1 < shape.blocks) next.advance();
+    else next.begin(after);
+    constexpr int64_t kRows = kTile / Blocks::kSteps;
+    const char* x = a.x + b * kBlockBytes;
+    for (int64_t i = 0; i < Blocks::kSteps; ++i) {
+      multiply_tiles<kT>(w + i * kTileBytes, 64, x + i * kTileBytes, a.x_block);
+      next.template rows<kRows>(kRows * i, out);
+    }
+    for (int64_t i = Blocks::kSteps; i < 4; ++i) multiply_tiles<kT>(w + i * kTileBytes, 64, x + i * kTileBytes, a.x_block);
+    finish_stores(ring);
+  }
+  end_sums<kT>(a.sums);
+  finish_stores(a.sums);
+  return half;
+}
+
+// Dense weights, where they lie, and lines to fetch `ahead` of them.
+template <int kT>
+inline void multiply_in_place(const StripShape& shape, const StripStep& a, const char* w, int64_t w_stride, const CodesAhead& ahead) {
+  begin_sums<kT>(a.sums, a.first);
+  for (int64_t t = 0; t < shape.k / 32; ++t) {
+    multiply_tiles<kT>(w + t * 64, w_stride, a.x + t * kTileBytes, a.x_block);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kTile; ++i) fetch_codes(reinterpret_cast<const uint8_t*>(w), ahead, i, t);
+  }
+  end_sums<kT>(a.sums);
+  finish_stores(a.sums);
+}
+
+struct StripSums {
+  const ProductArgs& a;
+  int64_t tiles, groups;  // of x: tiles, and runs of up to kStripTiles of them, evenly cut
+  int64_t first_tile(int64_t g) const { return tiles * g / groups; }
+  float* of(int64_t q, int64_t g) const { return static_cast<float*>(a.scratch) + (q * tiles + first_tile(g)) * kTile * kTile; }
+  void write(const StripShape& shape, int64_t q, int64_t g) const {
+    const int64_t part = q / shape.strips, j = q % shape.strips * kTile;
+    const float* sums = of(q, g);
+    for (int64_t t = first_tile(g); t < first_tile(g + 1); ++t, sums += kTile * kTile)
+      write_sums(sums, a.c + (part * a.m + t * kTile) * a.ldc + j, a.ldc, a.m - t * kTile, shape.rows(q));
+  }
+};
+
+// The columns in hand of packed weights.
+template <class Blocks>
+void multiply_packed_strips(const StripShape& shape, const StripSums& sums, const char* x, int64_t x_block) {
+  alignas(4096) char ring[2 * kBlockBytes];
+  Strip strips[2];
+  Blocks next(shape);
+  next.place(0, strips[0]);
+  next.prepare(0, strips[0]);
+  next.after = &strips[0];
+  next.begin(strips[0]);
+  for (int64_t r = 0; r < kTile; r += 4) next.template rows<4>(r, ring);
+  finish_stores(ring);
+  int64_t half = 0;
+  const int64_t count = shape.strips * sums.a.parts;
+  for (int64_t q = 0; q < count; ++q) {
+    const Strip& strip = strips[q & 1];
+    Strip& other = strips[(q + 1) & 1];
+    next.place(q + 1, other);
+    if (q + 1 < count) next.prepare(q + 1, other);
+    next.after = &other;
+    for (int64_t g = 0; g < sums.groups; ++g) {
+      const Strip& after = g + 1 < sums.groups || q + 1 == count ? strip : other;
+      const StripStep step{x + sums.first_tile(g) * x_block, x_block, sums.of(q, g), shape.k0 == 0};
+      const int64_t tiles = sums.first_tile(g + 1) - sums.first_tile(g);
+      if (tiles == 1) half = multiply_blocks<1>(shape, step, ring, half, next, after);
+      else if (tiles == 2) half = multiply_blocks<2>(shape, step, ring, half, next, after);
+      else if (tiles == 3) half = multiply_blocks<3>(shape, step, ring, half, next, after);
+      else half = multiply_blocks<4>(shape, step, ring, half, next, after);
+      if (shape.ends) sums.write(shape, q, g);
+    }
+  }
+}
+
+// Those of dense ones in whole tiles.
+void multiply_dense_strips(const StripShape& shape, const StripSums& sums, const char* x, int64_t x_block) {
+  const Weight& w = *shape.weight;
+  const int64_t row_bytes = w.n_stride * 2, stride = shape.step * row_bytes, count = shape.strips * sums.a.parts;
+  const bool in_order = shape.step == 1 && w.n_stride == w.k && shape.k == w.k;  // rows lie one behind another
+  const char* const rows = static_cast<const char*>(w.data) + (shape.expert * w.expert_stride + shape.k0) * 2;
+  for (int64_t q = 0; q < count; ++q) {
+    const char* const from = rows + shape.row(q, 0) * row_bytes;
+    const int64_t next = (shape.row(q + 1, 0) - shape.row(q, 0)) * row_bytes;
+    const CodesAhead ahead = in_order ? CodesAhead{next, 64, kTile * 64} : CodesAhead{next, stride, 64};
+    for (int64_t g = 0; g < sums.groups; ++g) {
+      const StripStep step{x + sums.first_tile(g) * x_block, x_block, sums.of(q, g), shape.k0 == 0};
+      const int64_t tiles = sums.first_tile(g + 1) - sums.first_tile(g);
+      if (tiles == 1) multiply_in_place<1>(shape, step, from, stride, ahead);
+      else if (tiles == 2) multiply_in_place<2>(shape, step, from, stride, ahead);
+      else if (tiles == 3) multiply_in_place<3>(shape, step, from, stride, ahead);
+      else multiply_in_place<4>(shape, step, from, stride, ahead);
+      if (shape.ends) sums.write(shape, q, g);
+    }
+  }
+}
+
+template <bool kZeros>
+void multiply_lookup_strips(const StripShape& shape, const StripSums& sums, const char* x, int64_t x_block) {
+  if (shape.weight->group_size == 32) multiply_packed_strips<LookupBlocks<4, kZeros>>(shape, sums, x, x_block);
+  else if (shape.weight->group_size == 64) multiply_packed_strips<LookupBlocks<2, kZeros>>(shape, sums, x, x_block);
+  else multiply_packed_strips<LookupBlocks<1, kZeros>>(shape, sums, x, x_block);
+}
+
+void multiply_strips(const ProductArgs& a) {
+  const Weight& w = *a.weight;
+  const int64_t tiles = (a.m + kTile - 1) / kTile, columns = strip_columns(w, a.m), after = a.row0[0] + a.n * a.step;
+  const StripSums sums{a, tiles, (tiles + kStripTiles - 1) / kStripTiles};
+  const bool in_place = !w.packed && w.k % 32 == 0 && a.n % kTile == 0;
+  const char* x = static_cast<const char*>(a.packed_x);
+  for (int64_t k0 = 0; k0 < w.k; k0 += columns) {
+    const int64_t k = w.k - k0 < columns ? w.k - k0 : columns, blocks = (k + kBlockK - 1) / kBlockK;
+    const StripShape shape{&w, a.expert, {a.row0[0], a.parts > 1 ? a.row0[1] : after, after}, a.step, a.n, (a.n + kTile - 1) / kTile,
+                           k0, k, blocks, k0 + k == w.k};
+    const int64_t x_block = blocks * kBlockBytes;
+    if (in_place) multiply_dense_strips(shape, sums, x, x_block);
+    else if (!strip_looks_up(w)) multiply_packed_strips<AnyBlocks>(shape, sums, x, x_block);
+    else if (w.zeros != nullptr) multiply_lookup_strips<true>(shape, sums, x, x_block);
+    else multiply_lookup_strips<false>(shape, sums, x, x_block);
+    x += tiles * x_block;
+  }
+}
+
+}  // namespace
+}  // namespace int4_emu::cpu
