@@ -1,8 +1,8 @@
-// A few rows of bf16 x times canonical int4 codes in integers, on tdpbusd. Included after simd_codes512.h and simd_amx_tiles.h.
+// A few rows of bf16 or fp16 x times canonical int4 codes in integers, on tdpbusd. Included after simd_codes512.h and simd_amx_tiles.h.
 //
 // Weights are the A operand: a vector of codes is two rows of bytes, even and odd codes, by a mask and a shift. x is the B operand in fixed
-// point of 16 bits, two signed bytes: exact within 2^-7 of the largest of its group, and off by at most 2^-16 of it below. A block is 128
-// columns of one group, and a row of x takes two columns of a tile. (Smaller groups would each need columns of their own, with zeros
+// point of 16 bits, two signed bytes: exact within 2^-7 (fp16: 2^-4) of the largest of its group, and off by at most 2^-16 of it below. A
+// block is 128 columns of one group, and a row of x takes two columns of a tile. (Smaller groups would each need columns of their own, with zeros
 // outside of the group: measured slower than simd_limbs512.h and simd_amx_codes.h.) Steps are in flight as in simd_amx_codes.h.
 #pragma once
 
@@ -13,7 +13,7 @@ constexpr int64_t kLimbTileRows = 8;   // rows of x: one tile of sums
 constexpr int64_t kLimbGroups = 512;   // groups of a row: bounds the scratch on the stack
 
 bool serves_limb_tiles(const Weight& w, DType x, int64_t m) {
-  return x == DType::bf16 && w.packed && w.bits == 4 && w.layout == Layout::canonical && w.k % kCodesBlock == 0 && w.k > 0 &&
+  return x != DType::f32 && w.packed && w.bits == 4 && w.layout == Layout::canonical && w.k % kCodesBlock == 0 && w.k > 0 &&
          w.k <= kCodesMost && w.groups <= kLimbGroups && groups_are_whole(w, kCodesBlock) && m <= kLimbTileRows;
 }
 
@@ -36,13 +36,14 @@ inline Vf largest_lane(Vf v) {
 }
 
 // 128 columns of row i of x into lanes `first` (high bytes) and `first` + 1 (low) of a tile.
+template <DType D>
 inline void pack_limb_row(const PackXArgs& a, const void* row, int64_t i, int64_t k0, int64_t first, bool zeros, LimbTile& tile) {
   const Vf infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000));
   const __m128i even_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
   constexpr int64_t kVectors = kCodesBlock / kLanes;
   Vf v[kVectors], largest = zero();
   for (int64_t j = 0; j < kVectors; ++j) {
-    v[j] = x_vector<DType::bf16>(a, row, i, k0 + j * kLanes);
+    v[j] = x_vector<D>(a, row, i, k0 + j * kLanes);
     // A lane of 0 * infinity is NaN.
     largest = vmax(largest, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(v[j], v[j], _CMP_UNORD_Q), vabs(v[j]), infinity));
   }
@@ -74,15 +75,21 @@ inline void pack_limb_row(const PackXArgs& a, const void* row, int64_t i, int64_
   }
 }
 
-void pack_x_limb_tiles(const Weight& w, const PackXArgs& a) {
+template <DType D>
+void pack_x_limb_tiles_as(const Weight& w, const PackXArgs& a) {
   const int64_t blocks = w.k / kCodesBlock;
   LimbTile* tiles = static_cast<LimbTile*>(a.out);
   __builtin_memset(a.out, 0, packed_x_bytes_limb_tiles(w));
   for (int64_t i = 0; i < a.m; ++i) {
     const void* row = x_row(a, i, 2);
     for (int64_t b = 0; b < blocks; ++b)
-      pack_limb_row(a, row, i, b * kCodesBlock, 2 * i, w.zeros != nullptr, tiles[b]);
+      pack_limb_row<D>(a, row, i, b * kCodesBlock, 2 * i, w.zeros != nullptr, tiles[b]);
   }
+}
+
+void pack_x_limb_tiles(const Weight& w, const PackXArgs& a) {
+  if (a.dtype == DType::bf16) pack_x_limb_tiles_as<DType::bf16>(w, a);
+  else pack_x_limb_tiles_as<DType::f16>(w, a);
 }
 
 struct LimbState {

@@ -1,4 +1,4 @@
-// One or two rows of fp16 or fp32 x times canonical int4 codes where they lie, on vdpbf16ps: exact q - z. Included after simd_codes512.h.
+// One row of fp32 x times canonical int4 codes where they lie, on vdpbf16ps: exact q - z. Included after simd_codes512.h.
 //
 // Codes i and i + 4 of a lane's eight become the halves of a lane by one shift and one lookup; x is packed in that order:
 // [row][part of the split][block of 128][i][lane][2].
@@ -70,16 +70,9 @@ struct Dots {
   }
 };
 
-template <bool kZeros>
-void multiply_dots_as(const ProductArgs& a) {
-  if (a.dtype == DType::f32) return multiply_codes<kZeros, 1, 3, Dots<kZeros, 3>>(a);
-  if (a.m == 1) multiply_codes<kZeros, 1, 2, Dots<kZeros, 2>>(a);
-  else multiply_codes<kZeros, 2, 2, Dots<kZeros, 4>>(a);
-}
-
 void multiply_dots(const ProductArgs& a) {
-  if (a.weight->zeros != nullptr) multiply_dots_as<true>(a);
-  else multiply_dots_as<false>(a);
+  if (a.weight->zeros != nullptr) multiply_codes<true, 1, kMaxSplits, Dots<true, kMaxSplits>>(a);
+  else multiply_codes<false, 1, kMaxSplits, Dots<false, kMaxSplits>>(a);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// One or a few rows of bf16 x times canonical int4 codes where they lie, in integers (vpdpbusd). Included after simd_codes512.h.
+// One or a few rows of bf16 or fp16 x times canonical int4 codes where they lie, in integers (vpdpbusd). Included after simd_codes512.h.
 //
-// The eight columns of a lane are fixed-point numbers of 16 bits with a scale of their own: exact within 2^-7 of the largest, and off by at
-// most 2^-16 of it below. Two signed bytes each, high and low, they meet the codes as unsigned bytes: a mask and a shift for 128 codes,
+// The eight columns of a lane are fixed-point numbers of 16 bits with a scale of their own: exact within 2^-7 (fp16: 2^-4) of the largest,
+// and off by at most 2^-16 of it below. Two signed bytes each, high and low, they meet the codes as unsigned bytes: a mask and a shift for 128 codes,
 // where bf16 would cost four lookups and four products of several micro-operations each. Sums of a lane are exact; scales are applied in
 // fp32.
 #pragma once
@@ -21,7 +21,7 @@ struct alignas(64) LimbBlock {
 };
 static_assert(sizeof(LimbBlock) == kLimbBlock, "six vectors");
 
-bool serves_limbs(const Weight& w, DType x, int64_t m) { return x == DType::bf16 && m <= kLimbRows && serves_codes(w, x, m); }
+bool serves_limbs(const Weight& w, DType x, int64_t m) { return x != DType::f32 && m <= kLimbRows && serves_codes(w, DType::bf16, m); }
 
 size_t packed_x_bytes_limbs(const Weight& w, int64_t m) { return static_cast<size_t>(m * (w.k / kCodesBlock) * kLimbBlock); }
 
@@ -60,14 +60,20 @@ inline void pack_limbs(Vf v, int64_t first, bool zeros, LimbBlock& block) {
   }
 }
 
-void pack_x_limbs(const Weight& w, const PackXArgs& a) {
+template <DType D>
+void pack_x_limbs_as(const Weight& w, const PackXArgs& a) {
   LimbBlock* out = static_cast<LimbBlock*>(a.out);
   for (int64_t i = 0; i < a.m; ++i) {
     const void* row = x_row(a, i, 2);
     for (int64_t k0 = 0; k0 < w.k; k0 += kCodesBlock, ++out) {
-      for (int64_t j = 0; j < kCodesBlock; j += kLanes) pack_limbs(x_vector<DType::bf16>(a, row, i, k0 + j), j, w.zeros != nullptr, *out);
+      for (int64_t j = 0; j < kCodesBlock; j += kLanes) pack_limbs(x_vector<D>(a, row, i, k0 + j), j, w.zeros != nullptr, *out);
     }
   }
+}
+
+void pack_x_limbs(const Weight& w, const PackXArgs& a) {
+  if (a.dtype == DType::bf16) pack_x_limbs_as<DType::bf16>(w, a);
+  else pack_x_limbs_as<DType::f16>(w, a);
 }
 
 // sums[r][i] of weight row r and row i of x.
