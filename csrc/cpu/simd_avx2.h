@@ -110,5 +110,19 @@ inline void lookup32(const Table16& table, const uint8_t* codes, uint16_t* out) 
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
+// Lines to fetch into L1, of rows whose pieces of so many bytes lie `stride` bytes apart: a piece after the other, because hardware prefetchers
+// follow lines that are asked for in their order in memory, but not several streams within a page.
+struct LinesAhead {
+  const char* at;
+  int64_t lines, skip, left;  // of a piece; bytes to the next one; of this piece
+  LinesAhead(const void* first, int64_t bytes, int64_t stride)
+      : at(static_cast<const char*>(first)), lines((bytes + 63) / 64), skip(stride - lines * 64), left(lines) {}
+  void fetch() {
+    _mm_prefetch(at, _MM_HINT_T0);
+    at += 64;
+    if (--left == 0) at += skip, left = lines;
+  }
+};
+
 }  // namespace
 }  // namespace int4_emu::cpu

@@ -234,11 +234,11 @@ inline void add_sums(const Vi (&sums)[R][M], const Vf (&scales)[R], const FixedS
   }
 }
 
-// totals += segments first..first + count of R rows times M rows of x. `codes` and `x` point at the first; each row's successor in the next
-// pass lies `ahead` bytes from it.
+// totals += segments first..first + count of R rows times M rows of x. `codes` and `x` point at the first; `ahead` is where those of the next
+// pass lie.
 template <int kBits, int kBlocks, int R, int M>
 void add_segments(const uint8_t* const (&rows)[R], const Slots<kChunk<M>>* slots, bool zeros, int64_t first, int64_t count,
-                  const FixedSegment<kBlocks>* x, int64_t ahead, Vf (&into)[R][M]) {
+                  const FixedSegment<kBlocks>* x, LinesAhead& ahead, Vf (&into)[R][M]) {
   constexpr int64_t kBytesOfBlock = kFixedBlock * kBits / 8;
   Vf totals[R][M];
 #pragma GCC unroll 4
@@ -264,7 +264,7 @@ void add_segments(const uint8_t* const (&rows)[R], const Slots<kChunk<M>>* slots
     for (int b = 0; b < kBlocks; ++b, at += kBytesOfBlock) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        if (b == 0 || kBits == 8) _mm_prefetch(reinterpret_cast<const char*>(rows[r] + at + ahead), _MM_HINT_T0);
+        if (at % 64 == 0) ahead.fetch();
         Vi v[kBlockVectors];
         block_codes<kBits>(rows[r] + at, v);
 #pragma GCC unroll 4
@@ -341,14 +341,15 @@ void multiply_rows(const ProductArgs& a, int p, int64_t first, int64_t last, con
         load_slots(w, a.expert, n, k0, k1, slots_ahead, slots[r]);
         for (int i = 0; i < M; ++i) totals[r][i] = zero();
       }
-      add_segments<kBits, kBlocks, R, M>(codes, slots, w.zeros != nullptr, 0, count, at, R * a.step * w.n_stride, totals);
+      LinesAhead ahead(codes[0] + R * a.step * w.n_stride, (k1 - k0) * kBits / 8, a.step * w.n_stride);
+      add_segments<kBits, kBlocks, R, M>(codes, slots, w.zeros != nullptr, 0, count, at, ahead, totals);
       if (__builtin_expect(k1 > whole, 0)) {
         alignas(32) uint8_t copies[R][kCodes * kBits / 8];
         for (int r = 0; r < R; ++r) {
           copy_codes<kBits>(w, codes[r] - k0 * kBits / 8, whole, copies[r]);
           codes[r] = copies[r];
         }
-        add_segments<kBits, kBlocks, R, M>(codes, slots, w.zeros != nullptr, count, 1, at + count * M, 0, totals);
+        add_segments<kBits, kBlocks, R, M>(codes, slots, w.zeros != nullptr, count, 1, at + count * M, ahead, totals);
       }
       add_totals<R, M>(totals, c + j, a.ldc, k0 > 0);
     }
