@@ -282,13 +282,7 @@ void multiply_exact(const ProductArgs& a) {
     float* c = a.c + p * a.m * a.ldc;
     for (int64_t j = 0; j < a.n; j += kTile) {
       const int64_t count = a.n - j < kTile ? a.n - j : kTile;
-      // The codes to fetch: those of the next sixteen columns (after the last, those behind these, which most often come next), or in long
-      // rows further on in the same ones.
-      const bool last = j + kTile >= a.n;
-      const int64_t row_now = a.row0[p] + j * a.step;
-      const int64_t row_next = !last ? row_now + kTile * a.step : p + 1 < a.parts ? a.row0[1] : a.row0[0] + a.n * a.step;
-      const bool short_rows = w.n_stride <= 2048;
-      const CodesAhead ahead = codes_ahead(w, a.step, kTile, short_rows ? (row_next - row_now) * w.n_stride : 512, short_rows);
+      const CodesAhead ahead = tile_ahead(a, p, j, 2048);
       ExactColumns columns;
       for (int64_t i = 0; i < kTile; ++i) {
         const int64_t row = a.row0[p] + (j + (i < count ? i : count - 1)) * a.step;

@@ -187,11 +187,7 @@ void multiply_limb_tiles_as(const ProductArgs& a) {
     for (int64_t j = 0; j < a.n; j += kTile) {
       const int64_t count = a.n - j < kTile ? a.n - j : kTile, row = a.row0[p] + j * a.step;
       for (int64_t r = 0; r < kTile; ++r) t.codes[r] = codes + (row + (r < count ? r : count - 1) * a.step) * w.n_stride;
-      // The codes to fetch: those of the next sixteen rows, or in long rows further on in the same ones. After the last rows that are the
-      // columns behind these, which most often come next.
-      const int64_t next = j + kTile < a.n ? row + kTile * a.step : p + 1 < a.parts ? a.row0[1] : a.row0[0] + a.n * a.step;
-      const bool short_rows = w.n_stride <= 1024;
-      t.ahead = codes_ahead(w, a.step, kTile, short_rows ? (next - row) * w.n_stride : 512, short_rows);
+      t.ahead = tile_ahead(a, p, j, 1024);
       for (int64_t r = 0; r < count; r += a.step == 1 ? count : 1) {
         const int64_t run = a.step == 1 ? count : 1, values = run * w.groups;
         const char* scales = scales_of(w, a.expert, row + r * a.step);

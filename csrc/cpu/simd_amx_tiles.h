@@ -1,4 +1,4 @@
-// What the AMX files share: tile configuration, transposes. Included after simd_split512.h.
+// What the AMX files share: tile configuration, transposes. Included after simd_codes512.h.
 #pragma once
 
 namespace int4_emu::cpu {
@@ -32,6 +32,16 @@ inline void configure_tiles(int64_t rows) {
 
 void begin_thread() { configure_tiles(kTile); }
 void end_thread() { _tile_release(); }
+
+// The codes to fetch beside sixteen rows from column j of part p on: those of the next sixteen, or in rows of more than `most` bytes further on
+// in the same ones. After the last rows that are the columns behind these, which most often come next.
+inline CodesAhead tile_ahead(const ProductArgs& a, int p, int64_t j, int64_t most) {
+  const Weight& w = *a.weight;
+  if (w.n_stride > most) return codes_ahead(w, a.step, kTile, 512, false);
+  const int64_t row = a.row0[p] + j * a.step;
+  const int64_t next = j + kTile < a.n ? row + kTile * a.step : p + 1 < a.parts ? a.row0[1] : a.row0[0] + a.n * a.step;
+  return codes_ahead(w, a.step, kTile, (next - row) * w.n_stride, true);
+}
 
 // 16 vectors of 16 dwords, transposed.
 inline void transpose16(__m512i v[16]) {
