@@ -43,26 +43,28 @@ Projection::Projection(const TileTable& table, const Weight& weight, DType x)
       element_bytes_(takes_bf16(table, weight, x) ? 2 : 4),
       same_type_(!weight.packed && weight.dtype == (takes_bf16(table, weight, x) ? DType::bf16 : DType::f32)) {}
 
+int64_t Projection::panel_bytes(int64_t m) const { return round_up(static_cast<int64_t>(functions_.packed_x_bytes(m, weight_.k)), 64); }
+
 int64_t Projection::packed_bytes(int64_t m) const {
-  const size_t bytes = whole(m) ? product_.packed_x_bytes(weight_, dtype_, m) : functions_.packed_x_bytes(m, weight_.k);
-  return round_up(static_cast<int64_t>(bytes), 64);
+  const int64_t panels = panel_bytes(m), whole_bytes = whole(m) ? round_up(static_cast<int64_t>(product_.packed_x_bytes(weight_, dtype_, m)), 64) : 0;
+  return whole_bytes > panels ? whole_bytes : panels;
 }
 
 int64_t Projection::most_packed_bytes(int64_t m) const {
-  int64_t most = round_up(static_cast<int64_t>(functions_.packed_x_bytes(m, weight_.k)), 64);
+  int64_t most = panel_bytes(m);
   // Which way a number of rows goes need not be monotonic; there are few of them.
   for (int64_t i = 1; i <= m; ++i) {
-    const int64_t bytes = whole(i) ? packed_bytes(i) : 0;
+    const int64_t bytes = packed_bytes(i);
     most = bytes > most ? bytes : most;
   }
   return most;
 }
 
-void Projection::pack(const Unit& unit, const void* x, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const {
+void Projection::pack(Unit& unit, const void* x, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const {
   const int32_t* perm = weight_.perm ? weight_.perm + unit.expert * weight_.k : nullptr;
   const PackXArgs args{x, dtype_, x_stride, rows, row_scale, perm, unit.m, weight_.k, packed + unit.packed};
-  if (whole(unit.m)) product_.pack_x(weight_, args);
-  else functions_.pack_x(args);
+  unit.panels = !whole(unit.m) || !product_.pack_x(weight_, args);
+  if (unit.panels) functions_.pack_x(args);
 }
 
 // The product functions read whole vectors: rows whose length is no multiple of one cannot be read in place.
@@ -75,7 +77,7 @@ void Projection::multiply(const Unit& unit, const char* packed, const Parts& par
   if (weight_.k == 0) {
     for (int64_t i = 0; i < parts.count * unit.m * ldc; ++i) c[i] = 0.f;
   }
-  if (whole(unit.m)) {
+  if (!unit.panels) {
     product_.multiply({&weight_, unit.expert, packed + unit.packed, dtype_, unit.m, parts.count, {parts.row0[0], parts.row0[1]}, parts.step,
                        n, c, ldc, scratch});
     if (weight_.bias) add_bias(unit, parts, n, c, ldc);
@@ -134,7 +136,7 @@ int64_t append_units(int64_t expert, int64_t row0, int64_t rows, Unit* units, in
   const int64_t pieces = ceil_div(rows, kUnitRows);
   for (int64_t i = 0; i < pieces; ++i) {
     const int64_t begin = rows * i / pieces, end = rows * (i + 1) / pieces;
-    units[count++] = {expert, row0 + begin, end - begin, 0};
+    units[count++] = {expert, row0 + begin, end - begin, 0, false};
   }
   return count;
 }

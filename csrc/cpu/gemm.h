@@ -27,6 +27,7 @@ constexpr int64_t kWaveBytes = int64_t{8} << 20;
 struct Unit {
   int64_t expert, row0, m;  // rows row0..row0+m of the expert-sorted order
   size_t packed;            // offset of its packed x
+  bool panels;              // x has numbers that only panels take: set by packing
 };
 
 // Cuts aligned pieces off a caller's workspace; with a null base it only adds up.
@@ -66,7 +67,7 @@ class Projection {
   int64_t packed_bytes(int64_t m) const;
   int64_t most_packed_bytes(int64_t m) const;
   // Packed x of the rows of `unit`, taken from x row by row.
-  void pack(const Unit& unit, const void* x, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const;
+  void pack(Unit& unit, const void* x, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const;
   // Floats of a worker's scratch for units of up to m rows: a panel (interleaved parts are loaded together) or what a whole product needs.
   int64_t scratch_floats(int64_t m, int parts, bool interleaved) const {
     const int64_t depth = round_up(weight_.k, 64);
@@ -78,6 +79,7 @@ class Projection {
   void multiply(const Unit& unit, const char* packed, const Parts& parts, int64_t n, void* scratch, float* c, int64_t ldc) const;
 
  private:
+  int64_t panel_bytes(int64_t m) const;
   bool direct(int64_t m) const;
   bool whole(int64_t m) const { return product_.serves != nullptr && product_.serves(weight_, dtype_, m); }
   void add_bias(const Unit& unit, const Parts& parts, int64_t n, float* c, int64_t ldc) const;

@@ -61,7 +61,7 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
     const int64_t end = next_wave(plan.projection, nullptr, plan.units, begin, units, plan.packed_bytes, p.rows);
     const int64_t width = task_columns(end - begin, columns, pool.threads), chunks = ceil_div(columns, width);
     run_tasks(pool, table, end - begin, [&](int64_t, int64_t i) {
-      const Unit& unit = plan.units[begin + i];
+      Unit& unit = plan.units[begin + i];
       const char* x = static_cast<const char*>(p.x) + unit.row0 * p.x_stride * dtype_bytes(p.dtype);
       plan.projection.pack(unit, x, p.x_stride, nullptr, nullptr, plan.packed);
     });

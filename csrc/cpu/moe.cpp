@@ -119,7 +119,7 @@ class Layer {
 
   void project_up(int64_t begin, int64_t end) {
     run_tasks(parallel_, table_, end - begin, [&](int64_t, int64_t i) {
-      const Unit& unit = plan_.units[begin + i];
+      Unit& unit = plan_.units[begin + i];
       plan_.w13.pack(unit, p_.x, p_.x_stride, plan_.sorted + unit.row0, p_.weight_on_input ? plan_.row_scale + unit.row0 : nullptr,
                      plan_.packed);
     });
@@ -137,7 +137,7 @@ class Layer {
 
   void project_down(int64_t begin, int64_t end) {
     run_tasks(parallel_, table_, end - begin, [&](int64_t, int64_t i) {
-      const Unit& unit = plan_.units[begin + i];
+      Unit& unit = plan_.units[begin + i];
       plan_.w2.pack(unit, h_rows(begin, unit), plan_.ldh, nullptr, nullptr, plan_.packed);
     });
     for_columns(begin, end, p_.hidden, [&](int64_t worker, const Unit& unit, int64_t n0, int64_t n) {

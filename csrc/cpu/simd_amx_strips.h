@@ -1,4 +1,4 @@
-// Many rows of x times bf16 weights on tdpbf16ps: dense ones, or packed ones rounded once to bf16. Included after simd_amx_tiles.h.
+// Many rows of x times bf16 weights on tdpbf16ps: dense ones, or packed ones rounded once to bf16. Included after simd_amx_blocks.h.
 //
 // Weights are the A operand, x the B operand, packed into tiles. A strip of 16 weight rows meets up to 64 rows of x at once, whose sums stay
 // in tiles over all columns. Each tile of weights is thus loaded once: dense ones where they lie, packed ones from a ring of two blocks, the
@@ -10,18 +10,7 @@ namespace int4_emu::cpu {
 namespace {
 
 constexpr int64_t kStripTiles = 4;     // tiles of x beside a strip
-constexpr int64_t kBlockK = 128;       // columns of a block
-constexpr int64_t kBlockBytes = kBlockK / 32 * kTileBytes;
 constexpr int64_t kStripX = 512 << 10;  // elements of x in one go: they stay in L2 from strip to strip
-constexpr int64_t kStripK = 8192;       // and columns
-constexpr int64_t kStripGroups = kStripK / 32;
-
-// Whether a block's codes are looked up in tables of their group's sixteen values. Columns are then ordered as a vector of codes comes
-// apart: tile i of a block has code i of each half word.
-inline bool strip_looks_up(const Weight& w) {
-  return w.packed && w.bits == 4 && w.layout == Layout::canonical && w.k % 32 == 0 &&
-         (w.group_size == 32 || w.group_size == 64 || groups_are_whole(w, kBlockK));
-}
 
 bool serves_strips(const Weight& w, DType x) {
   return x == DType::bf16 && w.k > 0 && (w.packed || (w.dtype == DType::bf16 && w.k_stride == 1));
@@ -75,147 +64,6 @@ void pack_x_strips(const Weight& w, const PackXArgs& a) {
     }
   }
 }
-
-// Rows of one expert's matrix that make a strip; rows beyond the last repeat it, and their sums are not written.
-struct Strip {
-  int64_t rows[kTile];
-  const uint8_t* codes[kTile];
-  alignas(64) float scales[kTile][kStripGroups + kLanes];  // of the groups of the columns in hand
-  alignas(64) float zeros[kTile][kStripGroups + kLanes];
-};
-
-// What a product's strips share.
-struct StripShape {
-  const Weight* weight;
-  int64_t expert, row0[3], step, n, strips;  // of the parts, and of the columns after these, which most often come next; strips of a part
-  int64_t k0, k, blocks;                     // the columns in hand
-  bool ends;                                 // a row ends with them
-  int64_t rows(int64_t q) const { return n - q % strips * kTile < kTile ? n - q % strips * kTile : kTile; }
-  int64_t row(int64_t q, int64_t r) const {
-    const int64_t most = rows(q) - 1;
-    return row0[q / strips] + (q % strips * kTile + (r < most ? r : most)) * step;
-  }
-};
-
-// Bit 4 of both halves of a lane, in the lanes of every second group of 32 or 64 columns: which of two tables.
-constexpr uint32_t kSecond = 0x00100010;
-alignas(64) constexpr uint32_t kSelectQuarter[16] = {0, 0, 0, 0, kSecond, kSecond, kSecond, kSecond,
-                                                     0, 0, 0, 0, kSecond, kSecond, kSecond, kSecond};
-alignas(64) constexpr uint32_t kSelectHalf[16] = {0,       0,       0,       0,       0,       0,       0,       0,
-                                                  kSecond, kSecond, kSecond, kSecond, kSecond, kSecond, kSecond, kSecond};
-
-// (word & 0x000f000f) | selector
-inline Vi select_entry(Vi word, Vi selector) { return _mm512_ternarylogic_epi32(word, _mm512_set1_epi32(0x000f000f), selector, 0xea); }
-
-// Canonical int4 codes, kGroups groups to a block: 4, 2, or 1 where a group is one block or more.
-template <int kGroups, bool kZeros>
-struct LookupBlocks {
-  static constexpr int64_t kSteps = kGroups == 1 ? 2 : 4;
-  const StripShape& shape;
-  int64_t blocks_per_group;
-  Vf codes = kZeros ? to_float(iota()) : sub(to_float(iota()), set1(8.f));
-  Vi selector = _mm512_load_si512(kGroups == 4 ? kSelectQuarter : kSelectHalf);
-  // The block to decode.
-  const Strip* strip = nullptr;
-  const Strip* after = nullptr;  // the strip to fetch
-  int64_t block = 0, group = 0, next_group_in = 0;
-  __mmask16 words = 0;
-
-  explicit LookupBlocks(const StripShape& s) : shape(s), blocks_per_group(s.weight->group_size < s.weight->k ? s.weight->group_size / kBlockK : 0) {}
-
-  void place(int64_t q, Strip& to) const {
-    const Weight& w = *shape.weight;
-    for (int64_t r = 0; r < kTile; ++r)
-      to.codes[r] = static_cast<const uint8_t*>(w.data) + shape.expert * w.expert_stride + shape.row(q, r) * w.n_stride + shape.k0 / 2;
-  }
-  void prepare(int64_t q, Strip& to) const {
-    const Weight& w = *shape.weight;
-    const int64_t first = w.group_size < w.k ? shape.k0 / w.group_size : 0;
-    const int64_t last = w.group_size < w.k ? (shape.k0 + shape.k + w.group_size - 1) / w.group_size : 1;
-    for (int64_t r = 0; r < kTile; ++r) {
-      const int64_t row = shape.row(q, r);
-      for (int64_t g = first; g < last; g += kLanes) {
-        const int64_t count = last - g < kLanes ? last - g : kLanes;
-        store(to.scales[r] + g - first, load_first(scales_of(w, shape.expert, row), w.scale_dtype, g, count));
-        if constexpr (kZeros) store(to.zeros[r] + g - first, to_float(load_first_bytes(zeros_of(w, shape.expert, row) + g, count)));
-      }
-    }
-  }
-  void begin(const Strip& s) {
-    strip = &s;
-    block = group = 0;
-    next_group_in = blocks_per_group > 0 ? blocks_per_group - shape.k0 / kBlockK % blocks_per_group : 0;
-    count_words();
-  }
-  void advance() {
-    ++block;
-    if constexpr (kGroups > 1) group += kGroups;
-    else if (--next_group_in == 0) ++group, next_group_in = blocks_per_group;
-    count_words();
-  }
-  void count_words() {
-    const int64_t left = shape.k / 8 - block * kLanes;
-    words = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1u << left) - 1);
-  }
-  Vf value(int64_t r, int64_t g) const {
-    const Vf q = kZeros ? sub(codes, set1(strip->zeros[r][group + g])) : codes;
-    return mul(q, set1(strip->scales[r][group + g]));
-  }
-  Vi table(int64_t r, int64_t g) const {
-    if constexpr (kGroups == 1) return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g), value(r, g)));
-    else return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g + 1), value(r, g)));
-  }
-  // Rows first.. of the block.
-  template <int64_t kCount>
-  inline __attribute__((always_inline)) void rows(int64_t first, char* out) const {
-#pragma GCC unroll 8
-    for (int64_t r = first; r < first + kCount; ++r) {
-      _mm_prefetch(reinterpret_cast<const char*>(after->codes[r] + block * 64), _MM_HINT_T1);
-      const Vi word = _mm512_maskz_loadu_epi32(words, strip->codes[r] + block * 64);
-      const Vi low = table(r, 0), high = kGroups == 4 ? table(r, 2) : low;
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        Vi index = i == 0 ? word : _mm512_srli_epi32(word, 4 * i);
-        if constexpr (kGroups > 1) index = select_entry(index, selector);
-        Vi v = _mm512_permutexvar_epi16(index, low);
-        if constexpr (kGroups == 4) v = _mm512_mask_permutexvar_epi16(v, 0xffff0000u, index, high);
-        _mm512_store_si512(out + i * kTileBytes + r * 64, v);
-      }
-    }
-  }
-};
-
-// Any other weight, row by row.
-struct AnyBlocks {
-  static constexpr int64_t kSteps = 4;
-  const StripShape& shape;
-  const Strip *strip = nullptr, *after = nullptr;
-  int64_t block = 0;
-
-  explicit AnyBlocks(const StripShape& s) : shape(s) {}
-  void place(int64_t q, Strip& to) const {
-    for (int64_t r = 0; r < kTile; ++r) to.rows[r] = shape.row(q, r);
-  }
-  void prepare(int64_t, Strip&) const {}
-  void begin(const Strip& s) {
-    strip = &s;
-    block = 0;
-  }
-  void advance() { ++block; }
-  template <int64_t kCount>
-  void rows(int64_t first, char* out) const {
-    const Weight& w = *shape.weight;
-    const int64_t k0 = shape.k0 + block * kBlockK, left = shape.k - block * kBlockK, k = left < kBlockK ? left : kBlockK;
-    for (int64_t r = first; r < first + kCount; ++r) {
-      const int64_t row = strip->rows[r];
-      alignas(64) uint16_t values[kBlockK];
-      if (k < kBlockK) __builtin_memset(values, 0, sizeof values);
-      if (w.packed) decode_weight_row<DType::bf16>(w, shape.expert, row, k0, k, values);
-      else __builtin_memcpy(values, static_cast<const uint16_t*>(w.data) + shape.expert * w.expert_stride + row * w.n_stride + k0, k * 2);
-      for (int i = 0; i < 4; ++i) _mm512_store_si512(out + i * kTileBytes + r * 64, _mm512_load_si512(values + i * 32));
-    }
-  }
-};
 
 // One 16 x 16 block of sums [w row][x row] to c[x row][w row].
 inline void write_sums(const float* sums, float* c, int64_t ldc, int64_t m, int64_t columns) {
@@ -399,6 +247,12 @@ void multiply_lookup_strips(const StripShape& shape, const StripSums& sums, cons
   else multiply_packed_strips<LookupBlocks<1, kZeros>>(shape, sums, x, x_block);
 }
 
+void multiply_byte_strips(const StripShape& shape, const StripSums& sums, const char* x, int64_t x_block) {
+  if (shape.weight->group_size == 32) multiply_packed_strips<ByteBlocks<4>>(shape, sums, x, x_block);
+  else if (shape.weight->group_size == 64) multiply_packed_strips<ByteBlocks<2>>(shape, sums, x, x_block);
+  else multiply_packed_strips<ByteBlocks<1>>(shape, sums, x, x_block);
+}
+
 void multiply_strips(const ProductArgs& a) {
   const Weight& w = *a.weight;
   const int64_t tiles = (a.m + kTile - 1) / kTile, columns = strip_columns(w, a.m), after = a.row0[0] + a.n * a.step;
@@ -411,7 +265,8 @@ void multiply_strips(const ProductArgs& a) {
                            k0, k, blocks, k0 + k == w.k};
     const int64_t x_block = blocks * kBlockBytes;
     if (in_place) multiply_dense_strips(shape, sums, x, x_block);
-    else if (!strip_looks_up(w)) multiply_packed_strips<AnyBlocks>(shape, sums, x, x_block);
+    else if (!strip_groups(w)) multiply_packed_strips<AnyBlocks>(shape, sums, x, x_block);
+    else if (w.bits == 8) multiply_byte_strips(shape, sums, x, x_block);
     else if (w.zeros != nullptr) multiply_lookup_strips<true>(shape, sums, x, x_block);
     else multiply_lookup_strips<false>(shape, sums, x, x_block);
     x += tiles * x_block;

@@ -1,139 +1,229 @@
-// One or a few rows of bf16 or fp16 x times canonical int4 codes where they lie, in integers (vpdpbusd). Included after simd_codes512.h.
+// One or a few rows of bf16 or fp16 x times canonical codes where they lie, in integers (vpdpbusd). Included after simd_codes512.h.
 //
-// The eight columns of a lane are fixed-point numbers of 16 bits with a scale of their own: exact within 2^-7 (fp16: 2^-4) of the largest,
-// and off by at most 2^-16 of it below. Two signed bytes each, high and low, they meet the codes as unsigned bytes: a mask and a shift for 128 codes,
-// where bf16 would cost four lookups and four products of several micro-operations each. Sums of a lane are exact; scales are applied in
-// fp32.
+// x is fixed point of 16 bits with a scale for each unit (CodesUnits): exact within 2^-7 (fp16: 2^-4) of the largest there, and off by at
+// most 2^-16 of it below. Two signed bytes each, high and low limbs, the numbers meet codes as unsigned bytes: int4 takes a mask and a shift
+// for 128 codes, where bf16 would cost four lookups and four products of several micro-operations each. Sums of a lane's codes are exact; the
+// scales of weights and of x are multiplied once for each unit, and zero points times sums of x are taken off before the first code.
 #pragma once
 
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kLimbRows = 4;          // rows of x
-constexpr int64_t kLimbBlock = 6 * 64;    // bytes of a row of x for 128 columns: see LimbBlock
+constexpr int64_t kLimbRows = 4;             // rows of x
+constexpr float kLimbLargest = 127 * 256;    // of a number of two signed bytes
+constexpr float kLimbHuge = 0x1p100f;        // from here on scales might not be finite
 
-// One vector each. Bytes of even and of odd columns (of a lane's eight), then each lane's scale, then what its zero points need of the sum
-// of its numbers: minus eight times it (int32), or the sum itself (fp32).
+// 128 columns of a row of x.
 struct alignas(64) LimbBlock {
-  int8_t high[2][64], low[2][64];
-  float scale[16];
-  int32_t sum[16];
+  int8_t bytes[2][2][64];  // high and low limbs: of even and odd columns for int4, of the first and the last 64 for int8
 };
-static_assert(sizeof(LimbBlock) == kLimbBlock, "six vectors");
+struct LimbUnits {
+  float scale[kCodesBlock / kLanes];
+  int32_t sums[2][kCodesBlock / kLanes];  // of high and low limbs
+};
 
-bool serves_limbs(const Weight& w, DType x, int64_t m) { return x != DType::f32 && m <= kLimbRows && serves_codes(w, DType::bf16, m); }
-
-size_t packed_x_bytes_limbs(const Weight& w, int64_t m) { return static_cast<size_t>(m * (w.k / kCodesBlock) * kLimbBlock); }
-
-// Sixteen columns, two lanes' worth, to the block.
-inline void pack_limbs(Vf v, int64_t first, bool zeros, LimbBlock& block) {
-  const Vf infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000));
-  Vf largest = vabs(v);
-  largest = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), largest, infinity);  // a lane of 0 * infinity is NaN
-  for (int i = 1; i < 8; i *= 2) {
+template <class Add>
+inline Vi across_lanes(Vi v, const Add& add) {
+  for (int i = 1; i < kLanes; i *= 2) {
     alignas(64) uint32_t other[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) other[lane] = static_cast<uint32_t>(lane ^ i);
-    largest = vmax(largest, _mm512_permutexvar_ps(_mm512_load_si512(other), largest));
+    v = add(v, _mm512_permutexvar_epi32(_mm512_load_si512(other), v));
   }
-  alignas(64) float most[kLanes];
-  alignas(64) int32_t number[kLanes];
-  store(most, largest);
-  const Vf safe = vmax(largest, set1(1e-33f));
-  _mm512_store_si512(number, to_int(mul(v, div(set1(kLimbLargest), safe))));
-  for (int64_t half = 0; half < 2; ++half) {
-    const int64_t lane = first / 8 + half;
-    int32_t sum = 0;
-    for (int64_t c = 0; c < 8; ++c) {
-      const int32_t value = number[half * 8 + c];
-      const int8_t low = static_cast<int8_t>(value);
-      block.low[c % 2][lane * 4 + c / 2] = low;
-      block.high[c % 2][lane * 4 + c / 2] = static_cast<int8_t>((value - low) / 256);
-      sum += value;
-    }
-    block.scale[lane] = (most[half * 8] > 1e-33f ? most[half * 8] : 1e-33f) * (1.f / kLimbLargest);
-    if (zeros) {
-      const float as_float = static_cast<float>(sum);
-      __builtin_memcpy(&block.sum[lane], &as_float, 4);
-    } else {
-      block.sum[lane] = -8 * sum;
-    }
-  }
+  return v;
 }
+inline int32_t sum_of_lanes(Vi v) {
+  return _mm512_cvtsi512_si32(across_lanes(v, [](Vi a, Vi b) { return _mm512_add_epi32(a, b); }));
+}
+inline Vf largest_lane(Vf v) {
+  const auto larger = [](Vi a, Vi b) { return _mm512_castps_si512(vmax(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b))); };
+  return _mm512_castsi512_ps(across_lanes(_mm512_castps_si512(v), larger));
+}
+
+// Columns k0.. of row i of x. False where a number is not finite or too large.
+template <DType D>
+bool pack_limbs(const Weight& w, const CodesUnits& units, const PackXArgs& a, const void* row, int64_t i, int64_t k0, LimbBlock& to, LimbUnits& of) {
+  const Vf infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000));
+  const __m128i even_first = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  const int64_t vectors = units.columns / kLanes;
+  bool finite = true;
+  for (int64_t u = 0; u < units.per_block; ++u) {
+    Vf v[kCodesBlock / kLanes], largest = set1(1e-33f);
+    for (int64_t j = 0; j < vectors; ++j) {
+      v[j] = x_vector<D>(a, row, i, k0 + (u * vectors + j) * kLanes);
+      largest = vmax(largest, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(v[j], v[j], _CMP_UNORD_Q), vabs(v[j]), infinity));
+    }
+    largest = largest_lane(largest);
+    const float most = _mm512_cvtss_f32(largest);
+    finite &= most < kLimbHuge;
+    const Vf factor = div(set1(kLimbLargest), largest);
+    Vi sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t j = 0; j < vectors; ++j) {
+      const int64_t at = u * vectors + j;  // of the block's vectors
+      const Vi number = to_int(mul(v[j], factor)), low = _mm512_srai_epi32(_mm512_slli_epi32(number, 24), 24);
+      const Vi limbs[2] = {_mm512_srai_epi32(sub(number, low), 8), low};
+      for (int limb = 0; limb < 2; ++limb) {
+        sums[limb] = _mm512_add_epi32(sums[limb], limbs[limb]);
+        const __m128i bytes = _mm512_cvtepi32_epi8(limbs[limb]);
+        if (w.bits == 8) {
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to.bytes[limb][at / 4] + at % 4 * 16), bytes);
+          continue;
+        }
+        const __m128i apart = _mm_shuffle_epi8(bytes, even_first);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to.bytes[limb][0] + at * 8), apart);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to.bytes[limb][1] + at * 8), _mm_unpackhi_epi64(apart, apart));
+      }
+    }
+    of.scale[u] = most * (1.f / kLimbLargest);
+    for (int limb = 0; limb < 2; ++limb) of.sums[limb][u] = sum_of_lanes(sums[limb]);
+  }
+  return finite;
+}
+
+bool serves_limbs(const Weight& w, DType x, int64_t m) { return x != DType::f32 && m <= kLimbRows && serves_codes(w); }
+
+// For each row its blocks, its units' scales, and the sums of their numbers.
+size_t limb_row_bytes(const Weight& w) { return static_cast<size_t>(w.k / kCodesBlock) * sizeof(LimbBlock) + CodesUnits(w).stride * 8; }
+size_t packed_x_bytes_limbs(const Weight& w, int64_t m) { return m * limb_row_bytes(w); }
 
 template <DType D>
-void pack_x_limbs_as(const Weight& w, const PackXArgs& a) {
-  LimbBlock* out = static_cast<LimbBlock*>(a.out);
+bool pack_x_limbs_as(const Weight& w, const PackXArgs& a) {
+  const CodesUnits units(w);
+  bool finite = true;
   for (int64_t i = 0; i < a.m; ++i) {
+    LimbBlock* blocks = reinterpret_cast<LimbBlock*>(static_cast<char*>(a.out) + i * limb_row_bytes(w));
+    float *scales = reinterpret_cast<float*>(blocks + units.blocks), *sums = scales + units.stride;
+    __builtin_memset(scales, 0, units.stride * 8);
     const void* row = x_row(a, i, 2);
-    for (int64_t k0 = 0; k0 < w.k; k0 += kCodesBlock, ++out) {
-      for (int64_t j = 0; j < kCodesBlock; j += kLanes) pack_limbs(x_vector<D>(a, row, i, k0 + j), j, w.zeros != nullptr, *out);
-    }
-  }
-}
-
-void pack_x_limbs(const Weight& w, const PackXArgs& a) {
-  if (a.dtype == DType::bf16) pack_x_limbs_as<DType::bf16>(w, a);
-  else pack_x_limbs_as<DType::f16>(w, a);
-}
-
-// sums[r][i] of weight row r and row i of x.
-template <bool kZeros, int kM>
-inline void limb_rows(const CodesShared& t, const uint8_t* const rows[kCodesRows], const CodesGroups& groups, int64_t group_count,
-                      Vf sums[kCodesRows][kM]) {
-#pragma GCC unroll 4
-  for (int r = 0; r < kCodesRows; ++r) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kM; ++i) sums[r][i] = zero();
-  }
-  const Vi nibbles = _mm512_set1_epi32(0x0f0f0f0f);
-  for (int64_t b = 0; b < t.blocks; ++b) {
-    const LimbBlock* x = static_cast<const LimbBlock*>(t.x) + b;
-#pragma GCC unroll 4
-    for (int r = 0; r < kCodesRows; ++r) {
-      const uint8_t* codes = rows[r] + b * 64;
-      const int64_t group = r * group_count + t.first_group[b];
-      fetch_codes(rows[0], t.ahead, r, b);
-      const Vi words = _mm512_loadu_si512(codes);
-      const Vi even = _mm512_and_si512(words, nibbles), odd = _mm512_and_si512(_mm512_srli_epi32(words, 4), nibbles);
-      const Vf scale = _mm512_permutexvar_ps(t.lane_group, load(groups.scales + group));
-      Vf z = zero();
-      if constexpr (kZeros) z = _mm512_permutexvar_ps(t.lane_group, load(groups.zeros + group));
-#pragma GCC unroll 4
-      for (int i = 0; i < kM; ++i) {
-        const LimbBlock& block = x[i * t.blocks];
-        Vi high = _mm512_setzero_si512(), low = kZeros ? _mm512_setzero_si512() : _mm512_load_si512(block.sum);
-        high = _mm512_dpbusd_epi32(high, even, _mm512_load_si512(block.high[0]));
-        low = _mm512_dpbusd_epi32(low, even, _mm512_load_si512(block.low[0]));
-        high = _mm512_dpbusd_epi32(high, odd, _mm512_load_si512(block.high[1]));
-        low = _mm512_dpbusd_epi32(low, odd, _mm512_load_si512(block.low[1]));
-        Vf part = to_float(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-        if constexpr (kZeros) part = fnma(z, load(reinterpret_cast<const float*>(block.sum)), part);
-        sums[r][i] = fma(part, mul(scale, load(block.scale)), sums[r][i]);
+    for (int64_t b = 0; b < units.blocks; ++b, scales += units.per_block, sums += units.per_block) {
+      LimbUnits of;
+      finite &= pack_limbs<D>(w, units, a, row, i, b * kCodesBlock, blocks[b], of);
+      for (int64_t u = 0; u < units.per_block; ++u) {
+        scales[u] = of.scale[u];
+        sums[u] = static_cast<float>(of.sums[0][u] * 256 + of.sums[1][u]) * of.scale[u];
       }
     }
   }
+  return finite;
 }
 
-template <bool kZeros, int kM>
-struct Limbs {
-  static constexpr bool kZerosAreFloats = true;
-  static void rows(const CodesShared& t, const uint8_t* const rows[kCodesRows], const CodesGroups& groups, int64_t group_count,
-                   Vf sums[kCodesRows][kM]) {
-    limb_rows<kZeros, kM>(t, rows, groups, group_count, sums);
+bool pack_x_limbs(const Weight& w, const PackXArgs& a) {
+  return a.dtype == DType::bf16 ? pack_x_limbs_as<DType::bf16>(w, a) : pack_x_limbs_as<DType::f16>(w, a);
+}
+
+// kWhole: a unit is a block.
+template <int kBits, bool kWhole, int kM>
+class Limbs {
+ public:
+  static constexpr int kRows = kM;
+  struct Values {
+    Vf start[kCodesRows][kM];  // minus zero points times sums of x, in any lanes
+    alignas(64) float scales[kM][kCodesRows][kCodesUnits + kLanes];  // of weights times those of x; a vector may begin with the last one
+  };
+
+  explicit Limbs(const ProductArgs& a) : w_(*a.weight), units_(w_), x_(static_cast<const char*>(a.packed_x)), x_row_(limb_row_bytes(w_)) {
+    const int64_t per_vector = kBits == 4 ? units_.per_block : units_.per_block / 2;
+    alignas(64) uint32_t lane_unit[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) lane_unit[lane] = static_cast<uint32_t>(lane * per_vector / kLanes);
+    lane_unit_ = _mm512_load_si512(lane_unit);
+    for (int64_t u = 0; u < units_.stride; ++u)
+      group_after_[u] = u < units_.count ? static_cast<uint32_t>(u / units_.per_group - u / kLanes * kLanes / units_.per_group) : 0;
   }
+
+  void load(const char* scales, const uint8_t* zeros, int64_t r, Values& to) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kM; ++i) to.start[r][i] = zero();
+    for (int64_t u = 0; u < units_.stride; u += kLanes) {
+      const int64_t group = u / units_.per_group, count = w_.groups - group < kLanes ? w_.groups - group : kLanes;
+      Vf scale = load_first(scales, w_.scale_dtype, group, count);
+      Vf offset = mul(scale, zeros ? to_float(load_first_bytes(zeros + group, count)) : set1(kBits == 4 ? 8.f : 128.f));
+      if (units_.per_group > 1) {
+        const Vi index = _mm512_load_si512(group_after_ + u);
+        scale = _mm512_permutexvar_ps(index, scale);
+        offset = _mm512_permutexvar_ps(index, offset);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kM; ++i) {
+        const float* of_x = x_scales(i) + u;
+        store(to.scales[i][r] + u, mul(scale, cpu::load(of_x)));
+        to.start[r][i] = fnma(offset, cpu::load(of_x + units_.stride), to.start[r][i]);
+      }
+    }
+  }
+
+  void rows(const uint8_t* const rows[kCodesRows], const CodesAhead& ahead, const Values& values, Vf sums[kCodesRows][kM]) const {
+#pragma GCC unroll 4
+    for (int r = 0; r < kCodesRows; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kM; ++i) sums[r][i] = values.start[r][i];
+    }
+    const Vi nibbles = _mm512_set1_epi32(0x0f0f0f0f);
+    const int64_t per_block = kWhole ? 1 : units_.per_block;
+    for (int64_t b = 0; b < units_.blocks; ++b) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kCodesRows; ++r) {
+        const uint8_t* codes = rows[r] + b * (kBits * 16);
+        Vi v[2];
+        v[0] = _mm512_loadu_si512(codes);
+        if constexpr (kBits == 4) {
+          fetch_codes(rows[0], ahead, r, b);
+          v[1] = _mm512_and_si512(_mm512_srli_epi32(v[0], 4), nibbles);
+          v[0] = _mm512_and_si512(v[0], nibbles);
+        } else {
+          fetch_codes(rows[0], ahead, r, 2 * b);
+          fetch_codes(rows[0], ahead, r, 2 * b + 1);
+          v[1] = _mm512_loadu_si512(codes + 64);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < kM; ++i) {
+          const LimbBlock& x = reinterpret_cast<const LimbBlock*>(x_ + i * x_row_)[b];
+          const float* scale = values.scales[i][r] + b * per_block;
+          if constexpr (kWhole) {
+            sums[r][i] = fma(to_float(product(v, x, 0, 2)), set1(*scale), sums[r][i]);
+          } else if constexpr (kBits == 4) {
+            sums[r][i] = fma(to_float(product(v, x, 0, 2)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale)), sums[r][i]);
+          } else {
+            sums[r][i] = fma(to_float(product(v, x, 0, 1)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale)), sums[r][i]);
+            sums[r][i] = fma(to_float(product(v, x, 1, 2)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale + per_block / 2)), sums[r][i]);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  const float* x_scales(int64_t i) const { return reinterpret_cast<const float*>(x_ + i * x_row_ + units_.blocks * sizeof(LimbBlock)); }
+
+  // Of vectors first..last - 1.
+  static inline __attribute__((always_inline)) Vi product(const Vi (&v)[2], const LimbBlock& x, int first, int last) {
+    Vi sum = _mm512_setzero_si512();
+#pragma GCC unroll 2
+    for (int h = first; h < last; ++h) sum = _mm512_dpbusd_epi32(sum, v[h], _mm512_load_si512(x.bytes[0][h]));
+    sum = _mm512_slli_epi32(sum, 8);
+#pragma GCC unroll 2
+    for (int h = first; h < last; ++h) sum = _mm512_dpbusd_epi32(sum, v[h], _mm512_load_si512(x.bytes[1][h]));
+    return sum;
+  }
+
+  const Weight& w_;
+  const CodesUnits units_;
+  const char* x_;
+  const int64_t x_row_;
+  Vi lane_unit_;  // of a vector, from its first one
+  alignas(64) uint32_t group_after_[kCodesUnits];  // of a unit, from the group of the first of sixteen
 };
 
-template <bool kZeros>
+template <int kBits, bool kWhole>
 void multiply_limbs_as(const ProductArgs& a) {
-  if (a.m == 1) return multiply_codes<kZeros, 1, 1, Limbs<kZeros, 1>>(a);
-  if (a.m == 2) return multiply_codes<kZeros, 2, 1, Limbs<kZeros, 2>>(a);
-  if (a.m == 3) return multiply_codes<kZeros, 3, 1, Limbs<kZeros, 3>>(a);
-  multiply_codes<kZeros, 4, 1, Limbs<kZeros, 4>>(a);
+  if (a.m == 1) return multiply_codes<Limbs<kBits, kWhole, 1>>(a);
+  if (a.m == 2) return multiply_codes<Limbs<kBits, kWhole, 2>>(a);
+  if (a.m == 3) return multiply_codes<Limbs<kBits, kWhole, 3>>(a);
+  multiply_codes<Limbs<kBits, kWhole, 4>>(a);
 }
 
 void multiply_limbs(const ProductArgs& a) {
-  if (a.weight->zeros != nullptr) multiply_limbs_as<true>(a);
-  else multiply_limbs_as<false>(a);
+  const bool whole = CodesUnits(*a.weight).per_block == 1;
+  if (a.weight->bits == 4) whole ? multiply_limbs_as<4, true>(a) : multiply_limbs_as<4, false>(a);
+  else whole ? multiply_limbs_as<8, true>(a) : multiply_limbs_as<8, false>(a);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ inline int64_t splits_of(DType x) { return x == DType::bf16 ? 1 : x == DType::f1
 // Element 0..count - 1 <= kLanes of an array of D from element i on, zero beyond; nothing beyond is read.
 template <DType D>
 inline Vf load_first(const void* p, int64_t i, int64_t count) {
+  if (count >= kLanes) return load_as<D>(p, i);
   if constexpr (D == DType::f32) {
     return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), static_cast<const float*>(p) + i);
   } else {

@@ -23,6 +23,7 @@
 #include "simd_amx_tiles.h"
 #include "simd_amx_codes.h"
 #include "simd_amx_limbs.h"
+#include "simd_amx_blocks.h"
 #include "simd_amx_strips.h"
 
 namespace int4_emu::cpu {
@@ -207,18 +208,28 @@ void gemm_amx(const GemmArgs& a) {
   }
 }
 
-// Which way m rows go, by what was measured (docs/performance.md). A few rows of bf16 x go in integers, on vectors or, in groups that fill
-// a vector of codes, on tiles; more meet strips of rounded weights; what rounding may not touch multiplies exact codes.
+// Which way m rows go, by what was measured (docs/performance.md). A few rows of bf16 or fp16 x go in integers, on vectors or on tiles; more of
+// bf16 meet strips of rounded weights; what rounding may not touch multiplies exact codes.
 enum class Way { none, limbs, limb_tiles, exact, strips };
-constexpr int64_t kFewRows = 2;        // by vectors where tiles could do it, too
-constexpr int64_t kExactFewRows = 8;   // by exact codes where blocks of codes can be looked up
-constexpr int64_t kInPlaceRows = 32;   // of other weights, before strips pay
+constexpr int64_t kExactFewRows = 8;   // by exact codes where strips decode blocks
+constexpr int64_t kAnyRows = int64_t{1} << 40;
+constexpr int64_t kInPlaceRows = 32;   // and where they decode rows, or read dense weights
+
+// Rows that go on vectors, and the most that go on limb tiles: the more units a block has, the fewer rows a tile.
+int64_t vector_rows(const Weight& w, const CodesUnits& units) { return w.bits == 4 && units.per_block >= 4 ? kLimbRows : 2; }
+int64_t most_limb_rows(const Weight& w, DType x, const CodesUnits& units) {
+  if (w.bits == 8) return limb_chunk_rows(units);
+  if (units.per_block == 1 && x == DType::f16) return kAnyRows;
+  return units.per_block <= 2 ? kExactFewRows : 0;
+}
 
 Way way_of(const Weight& w, DType x, int64_t m) {
-  const bool tiles = serves_limb_tiles(w, x, m);
-  if (serves_limbs(w, x, m) && (m <= kFewRows || !tiles)) return Way::limbs;
-  if (tiles) return Way::limb_tiles;
-  const int64_t few = strip_looks_up(w) ? kExactFewRows : kInPlaceRows;
+  if (serves_codes(w)) {
+    const CodesUnits units(w);
+    if (m <= vector_rows(w, units) && serves_limbs(w, x, m)) return Way::limbs;
+    if (m <= most_limb_rows(w, x, units) && serves_limb_tiles(w, x)) return Way::limb_tiles;
+  }
+  const int64_t few = strip_groups(w) ? kExactFewRows : kInPlaceRows;
   if ((x != DType::bf16 || m <= few) && serves_exact(w, m)) return Way::exact;
   return m > few && serves_strips(w, x) ? Way::strips : Way::none;
 }
@@ -228,18 +239,18 @@ bool serves(const Weight& w, DType x, int64_t m) { return way_of(w, x, m) != Way
 size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
   switch (way_of(w, x, m)) {
     case Way::limbs: return packed_x_bytes_limbs(w, m);
-    case Way::limb_tiles: return packed_x_bytes_limb_tiles(w);
+    case Way::limb_tiles: return packed_x_bytes_limb_tiles(w, m);
     case Way::exact: return packed_x_bytes_exact(w, x, m);
     default: return packed_x_bytes_strips(w, m);
   }
 }
 
-void pack_x(const Weight& w, const PackXArgs& a) {
+bool pack_x(const Weight& w, const PackXArgs& a) {
   switch (way_of(w, a.dtype, a.m)) {
     case Way::limbs: return pack_x_limbs(w, a);
     case Way::limb_tiles: return pack_x_limb_tiles(w, a);
-    case Way::exact: return pack_x_exact(w, a);
-    default: return pack_x_strips(w, a);
+    case Way::exact: pack_x_exact(w, a); return true;
+    default: pack_x_strips(w, a); return true;
   }
 }
 

@@ -19,7 +19,10 @@ namespace {
 // Packed weights and dense ones each have a product of their own.
 bool serves(const Weight& w, DType x, int64_t m) { return w.packed ? serves_product(w, x, m) : serves_dense(w); }
 size_t packed_bytes(const Weight& w, DType x, int64_t m) { return w.packed ? product_x_bytes(w, x, m) : packed_dense_x_bytes(w, m); }
-void pack_x(const Weight& w, const PackXArgs& a) { w.packed ? pack_product_x(w, a) : pack_dense_x(w, a); }
+bool pack_x(const Weight& w, const PackXArgs& a) {
+  w.packed ? pack_product_x(w, a) : pack_dense_x(w, a);
+  return true;
+}
 void multiply(const ProductArgs& a) { a.weight->packed ? multiply_product(a) : multiply_dense(a); }
 
 constexpr int64_t kKMultiple = 8;

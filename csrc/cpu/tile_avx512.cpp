@@ -24,16 +24,17 @@ size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(m 
 
 void pack_x_bf16(const PackXArgs& a) { pack_rows_bf16(a, round_up_to(a.k, kKMultiple), static_cast<uint16_t*>(a.out)); }
 
-// A few rows of x, from the codes where they lie: bf16 and fp16 in integers, fp32 as sums of bf16 numbers.
-bool serves_few(const Weight& w, DType x, int64_t m) { return x != DType::f32 ? serves_limbs(w, x, m) : serves_codes(w, x, m); }
+// A few rows of x, from the codes where they lie: bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers.
+bool serves_few(const Weight& w, DType x, int64_t m) { return serves_limbs(w, x, m) || serves_dots(w, x, m); }
 
 size_t packed_x_bytes_few(const Weight& w, DType x, int64_t m) {
-  return x != DType::f32 ? packed_x_bytes_limbs(w, m) : packed_x_bytes_dots(w, x, m);
+  return x != DType::f32 ? packed_x_bytes_limbs(w, m) : packed_x_bytes_dots(w);
 }
 
-void pack_x_few(const Weight& w, const PackXArgs& a) {
-  if (a.dtype != DType::f32) pack_x_limbs(w, a);
-  else pack_x_dots(w, a);
+bool pack_x_few(const Weight& w, const PackXArgs& a) {
+  if (a.dtype != DType::f32) return pack_x_limbs(w, a);
+  pack_x_dots(w, a);
+  return true;
 }
 
 void multiply_few(const ProductArgs& a) {

@@ -378,6 +378,8 @@ inline void tile_multiply_bytes(int sums, int a, int b) {
 #define _mm512_cmp_ps_mask(a, b, predicate) emulated::unordered_mask(a, b)
 #define _mm512_cvtps_ph(a, rounding) emulated::cvtps_ph(a)
 #define _mm512_roundscale_ps(a, rounding) emulated::roundscale_ps(a)
+#define _mm512_cvtss_f32(a) emulated::F32(a).lane[0]
+#define _mm512_cvtsi512_si32(a) emulated::I32(a).lane[0]
 #define _mm512_setzero_ps() emulated::set1_ps(0.f)
 #define _mm512_setzero_si512() emulated::set1_epi32(0)
 #define _mm512_permutexvar_ps(i, t) emulated::permutexvar_ps(i, t)
