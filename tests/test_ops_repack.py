@@ -47,19 +47,48 @@ def test_golden_awq_word_becomes_canonical_bytes(ops: ModuleType) -> None:
     assert none is None or none.numel() == 0
 
 
-@pytest.mark.parametrize("name", ["gptq_v1", "awq", "compressed_tensors", "canonical"])
-def test_permutations(ops: ModuleType, name: str, rng: np.random.Generator) -> None:
+# Less than one tile of 32 by 32, and whole ones and parts of them in several blocks of rows.
+@pytest.mark.parametrize("shape", [(16, 24), (296, 360)], ids=["small", "blocks"])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("gptq_v1", 4),
+        ("gptq_v1", 8),
+        ("awq", 4),
+        ("compressed_tensors", 4),
+        ("compressed_tensors", 8),
+        ("canonical", 4),
+    ],
+)
+def test_permutations(
+    ops: ModuleType, name: str, bits: int, shape: tuple[int, int], rng: np.random.Generator
+) -> None:
     """Canonical column j is source column in_perm[j]; rows, scales and zeros follow out_perm alike."""
-    (qweight, scales, qzeros), _, codes, zeros = stored(name, 4, rng, 16, 24, 8, torch.bfloat16)
-    columns, rows = rng.permutation(24), rng.permutation(16)
+    (qweight, scales, qzeros), _, codes, zeros = stored(name, bits, rng, *shape, 8, torch.bfloat16)
+    rows, columns = (rng.permutation(n) for n in shape)
     got_q, got_s, got_z = ops.repack(
-        qweight, scales, qzeros, format=ID[name],
+        qweight, scales, qzeros, format=ID[name], bits=bits,
         in_perm=torch.from_numpy(columns.astype(np.int32)), out_perm=torch.from_numpy(rows.astype(np.int32)),
     )  # fmt: skip
-    assert np.array_equal(got_q.numpy(), oracle.pack_bytes(codes[rows][:, columns]))
+    assert np.array_equal(got_q.numpy(), oracle.pack_bytes(codes[rows][:, columns], bits))
     assert np.array_equal(got_z.numpy(), zeros[rows])
     by_row = scales if name in ("canonical", "compressed_tensors") else scales.t()
     assert torch.equal(got_s, by_row[torch.from_numpy(rows)])
+
+
+@pytest.mark.parametrize("in_features", [89, 90])
+def test_permuted_columns_leave_padding_out(
+    ops: ModuleType, in_features: int, rng: np.random.Generator
+) -> None:
+    """The unused half of an odd row's last byte is zero, whatever the file holds after the last column."""
+    tensors, _, codes, _ = stored("compressed_tensors", 4, rng, 70, in_features, 32, torch.bfloat16)
+    columns = rng.permutation(in_features)
+    perm = torch.from_numpy(columns.astype(np.int32))
+    got, _, _ = ops.repack(*tensors, format=ID["compressed_tensors"], in_features=in_features, in_perm=perm)
+    wanted = oracle.pack_bytes(codes[:, columns])
+    if in_features % 2:
+        wanted[:, -1] &= 0x0F
+    assert np.array_equal(got.numpy(), wanted)
 
 
 def test_padding_is_dropped(ops: ModuleType, rng: np.random.Generator) -> None:

@@ -7,6 +7,7 @@
 namespace int4_emu::cpu {
 
 typedef uint32_t Words4 __attribute__((vector_size(16)));
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 
 static inline uint32_t load_word(const void* p) {
   uint32_t word;
@@ -32,19 +33,6 @@ static inline uint32_t interleave_nibbles(uint32_t x) {
   return x ^ t ^ (t << 8);
 }
 
-// rows[r] nibble j becomes rows[j] nibble r: an 8 x 8 transpose in three rounds of block swaps.
-template <class Word>
-static inline void transpose_nibbles(Word rows[8]) {
-  const auto swap = [](Word& a, Word& b, int shift, uint32_t mask) {
-    const Word t = ((a >> shift) ^ b) & mask;
-    b ^= t;
-    a ^= t << shift;
-  };
-  for (int r = 0; r < 4; ++r) swap(rows[r], rows[r + 4], 16, 0x0000ffffu);
-  for (int r = 0; r < 8; r += (r & 1) ? 3 : 1) swap(rows[r], rows[r + 2], 8, 0x00ff00ffu);
-  for (int r = 0; r < 8; r += 2) swap(rows[r], rows[r + 1], 4, 0x0f0f0f0fu);
-}
-
 // rows[r] lane j becomes rows[j] lane r.
 static inline void transpose_words(Words4 rows[4]) {
   const Words4 a = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5), b = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
@@ -53,6 +41,19 @@ static inline void transpose_words(Words4 rows[4]) {
   rows[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
   rows[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
   rows[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
+
+// rows[r] byte j becomes rows[j] byte r, of sixteen. Each round turns (row, byte), eight bits, by one: the byte's highest goes to the row.
+static inline void transpose_bytes(Words4 rows[16]) {
+  for (int round = 0; round < 4; ++round) {
+    Bytes16 turned[16];
+    for (int i = 0; i < 8; ++i) {
+      const Bytes16 a = reinterpret_cast<Bytes16>(rows[i]), b = reinterpret_cast<Bytes16>(rows[i + 8]);
+      turned[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      turned[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    std::memcpy(rows, turned, sizeof(turned));
+  }
 }
 
 }  // namespace int4_emu::cpu

@@ -35,50 +35,62 @@ void transpose_packed_along_in(const uint8_t* source, int64_t source_row, int64_
   }
 }
 
+// A tile of codes packed along O, 32 columns of 4 words, as bytes of two codes side by side in K: slots[0][pair] for the rows in even
+// slots of their words, slots[1][pair] for the others. column(c) is where column c's words begin.
+template <class Column>
+void pair_columns(const Column& column, int64_t columns, int64_t lanes, uint32_t flip, Words4 slots[2][16]) {
+  const auto pair = [&](int i, Words4 first, Words4 second) {
+    const Words4 swap = ((first >> 4) ^ second) & 0x0f0f0f0fu;
+    slots[0][i] = first ^ (swap << 4) ^ flip;
+    slots[1][i] = second ^ swap ^ flip;
+  };
+  if (columns == 32 && lanes == 4) {
+    for (int i = 0; i < 16; ++i) {
+      Words4 first, second;
+      std::memcpy(&first, column(2 * i), 16);
+      std::memcpy(&second, column(2 * i + 1), 16);
+      pair(i, first, second);
+    }
+    return;
+  }
+  const Words4 zeros = Words4{} ^ flip;
+  for (int i = 0; i < 16; ++i) {
+    Words4 both[2] = {zeros, zeros};
+    for (int64_t c = 2 * i; c < 2 * i + 2 && c < columns; ++c) std::memcpy(&both[c % 2], column(c), static_cast<size_t>(lanes) * 4);
+    pair(i, both[0], both[1]);
+  }
+}
+
 // Words [K][O/8] of codes packed along O; slot_row[j] is the row, of eight, that slot j holds. source points at word (k0, o0/8).
-// `k` columns are there; the rest of the last eight become zero. At most n rows are written.
-void transpose_packed_along_out(const uint8_t* source, int64_t source_row, uint32_t flip, const int* slot_row, int64_t n, int64_t k,
-                                uint8_t* out, int64_t stride) {
-  constexpr int64_t kAhead = 64;
+// `k` columns are there, column j in row perm[j] of the source, or j without perm; the rest of the last eight become zero. At most n
+// rows are written.
+void transpose_packed_along_out(const uint8_t* source, int64_t source_row, const int32_t* perm, uint32_t flip, const int* slot_row,
+                                int64_t n, int64_t k, uint8_t* out, int64_t stride) {
+  constexpr int64_t kTile = 32, kAhead = 64;
   const int64_t word_columns = ceil_div(n, 8);
-  for (int64_t k0 = 0; k0 < k; k0 += 32) {
-    const int64_t octets = k - k0 < 32 ? ceil_div(k - k0, 8) : 4;
-    prefetch_rows(source + (k0 + kAhead) * source_row, source_row, k0 + kAhead + 32 <= k ? 32 : 0, word_columns * 4);
+  for (int64_t k0 = 0; k0 < k; k0 += kTile) {
+    const int64_t columns = k - k0 < kTile ? k - k0 : kTile;
+    prefetch_rows(source + (k0 + kAhead) * source_row, source_row, !perm && k0 + kAhead + kTile <= k ? kTile : 0, word_columns * 4);
     for (int64_t w0 = 0; w0 < word_columns; w0 += 4) {
       const int64_t lanes = word_columns - w0 < 4 ? word_columns - w0 : 4;
-      // tile[slot][octet], four columns of words wide
-      Words4 tile[8][4];
-      for (int64_t octet = 0; octet < octets; ++octet) {
-        const int64_t first = k0 + octet * 8, rows = k - first < 8 ? k - first : 8;
-        Words4 words[8];
-        if (rows == 8 && lanes == 4) {
-          for (int64_t r = 0; r < 8; ++r) std::memcpy(&words[r], source + (first + r) * source_row + w0 * 4, 16);
-        } else {
-          std::memset(words, 0, sizeof(words));
-          for (int64_t r = 0; r < rows; ++r) {
-            std::memcpy(&words[r], source + (first + r) * source_row + w0 * 4, static_cast<size_t>(lanes) * 4);
-          }
-        }
-        for (int64_t r = 0; r < rows; ++r) words[r] ^= flip;
-        // Word r of column `first + r` holds eight rows' codes; afterwards word j holds the eight codes of the row in slot j.
-        transpose_nibbles(words);
-        for (int j = 0; j < 8; ++j) tile[j][octet] = words[j];
+      Words4 slots[2][16];
+      const uint8_t* from = source + w0 * 4;
+      if (perm) {
+        pair_columns([&](int64_t c) { return from + perm[k0 + c] * source_row; }, columns, lanes, flip, slots);
+      } else {
+        pair_columns([&](int64_t c) { return from + (k0 + c) * source_row; }, columns, lanes, flip, slots);
       }
-      // Whole tiles leave as 16-byte runs of 32 columns; the edges word by word.
-      uint8_t* to = out + w0 * 8 * stride + k0 / 2;
-      if (octets == 4 && (w0 + 4) * 8 <= n) {
-        for (int j = 0; j < 8; ++j) {
-          transpose_words(tile[j]);
-          for (int64_t lane = 0; lane < 4; ++lane) std::memcpy(to + (lane * 8 + slot_row[j]) * stride, &tile[j][lane], 16);
+      for (int odd = 0; odd < 2; ++odd) {
+        transpose_bytes(slots[odd]);
+        // Byte i of a column is now row i of the tile, all of its columns.
+        uint8_t* to = out + w0 * 8 * stride + k0 / 2;
+        if (columns == kTile && (w0 + 4) * 8 <= n) {
+          for (int64_t i = 0; i < 16; ++i) std::memcpy(to + (i / 4 * 8 + slot_row[i % 4 * 2 + odd]) * stride, &slots[odd][i], 16);
+          continue;
         }
-        continue;
-      }
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        for (int j = 0; j < 8; ++j) {
-          if ((w0 + lane) * 8 + slot_row[j] >= n) continue;
-          for (int64_t octet = 0; octet < octets; ++octet) {
-            store_word(to + (lane * 8 + slot_row[j]) * stride + octet * 4, tile[j][octet][lane]);
-          }
+        for (int64_t i = 0; i < 16; ++i) {
+          const int64_t o = i / 4 * 8 + slot_row[i % 4 * 2 + odd];
+          if (w0 * 8 + o < n) std::memcpy(to + o * stride, &slots[odd][i], static_cast<size_t>(ceil_div(columns, 8)) * 4);
         }
       }
     }
@@ -229,7 +241,8 @@ void CanonicalReader::read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, i
     if (plain_bytes()) {
       transpose_bytes(source, source_row_, static_cast<uint8_t>(flip_), n, k, out, stride);
     } else if (traits_.packed_along_out) {
-      transpose_packed_along_out(source, source_row_, flip_, traits_.interleaved ? kInterleavedSlots : kPlainSlots, n, k, out, stride);
+      const int* const slots = traits_.interleaved ? kInterleavedSlots : kPlainSlots;
+      transpose_packed_along_out(source, source_row_, nullptr, flip_, slots, n, k, out, stride);
     } else {
       transpose_packed_along_in(source, source_row_, n, words, out, stride);
     }
@@ -313,6 +326,13 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, i
     }
     i += count;
   }
+}
+
+void permute_columns(uint8_t* codes, int64_t stride, int64_t n, int64_t k, const int32_t* perm, uint8_t* columns) {
+  // Turned, a column is a run of bytes; so is a row of codes of another matrix, packed along its O.
+  const int64_t column = row_bytes(round_up(n, 8), 4);
+  transpose_packed_along_out(codes, stride, nullptr, 0, kPlainSlots, k, n, columns, column);
+  transpose_packed_along_out(columns, column, perm, 0, kPlainSlots, n, k, codes, stride);
 }
 
 void expand_codes(const uint8_t* codes, int bits, int64_t k, uint8_t* out) {

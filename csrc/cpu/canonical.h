@@ -71,6 +71,10 @@ struct Scratch {
 // Rows of scratch lie an odd number of cache lines apart, so that a column of them spreads over all sets of L1.
 constexpr int64_t scratch_stride(int64_t bytes) { return round_up(bytes, 64) | 64; }
 
+// Columns perm[0..k) of n rows of int4 codes [n][stride], as read_codes writes them, take their place; columns: scratch of k times
+// row_bytes(round_up(n, 8)).
+void permute_columns(uint8_t* codes, int64_t stride, int64_t n, int64_t k, const int32_t* perm, uint8_t* columns);
+
 // codes [row_bytes(k)] -> one code a byte [k].
 void expand_codes(const uint8_t* codes, int bits, int64_t k, uint8_t* out);
 

@@ -50,15 +50,8 @@ class RowTargets {
   std::vector<int64_t> starts_, targets_;  // CSR: targets of source row o are targets_[starts_[o]..starts_[o + 1]]
 };
 
-// One code a byte [k] -> packed codes of columns perm[0..k); the unused half of an odd last byte becomes zero.
-void gather_codes(const uint8_t* in, const int32_t* perm, int bits, int64_t k, uint8_t* out) {
-  if (bits == 8) {
-    for (int64_t j = 0; j < k; ++j) out[j] = in[perm[j]];
-    return;
-  }
-  for (int64_t j = 0; j < k / 2; ++j) out[j] = static_cast<uint8_t>(in[perm[2 * j]] | in[perm[2 * j + 1]] << 4);
-  if (k % 2) out[k / 2] = in[perm[k - 1]];
-}
+// Rows whose columns are gathered together: the codes and the turned codes of so many stay in L2.
+constexpr int64_t kGatheredRows = 64;
 
 }  // namespace
 
@@ -95,12 +88,17 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
   const int64_t width = row_bytes(k, m.bits), scale_row = groups * dtype_bytes(m.scale_dtype);
   const int64_t stride = scratch_stride(row_bytes(round_up(k, 8), m.bits));
   const RowTargets targets(out_perm, rows);
+  // Columns of int4 are gathered many rows at a time, those of int8 in one.
+  const bool turned = in_perm != nullptr && m.bits == 4;
+  const int64_t block = turned ? kGatheredRows : reader.block_rows();
 
-  return for_each_block(m, reader.block_rows(), parallel, [&](int64_t b, int64_t o0, int64_t n) {
-    // codes [n][stride] | scales [n][C] | zeros [n][C] | one row of codes, a byte each, before the column gather
-    Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0), bytes(in_perm ? k : 0);
-    if (!codes.data || !scales.data || !zeros.data || !bytes.data) return false;
+  return for_each_block(m, block, parallel, [&](int64_t b, int64_t o0, int64_t n) {
+    // codes [n][stride] | scales [n][C] | zeros [n][C] | columns [k][n], or a row [k], of codes before the gather
+    Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0);
+    Scratch stored(turned ? k * row_bytes(round_up(n, 8), 4) : (in_perm ? k : 0));
+    if (!codes.data || !scales.data || !zeros.data || !stored.data) return false;
     reader.read_codes(b, o0, n, 0, k, codes.data, stride);
+    if (turned) permute_columns(codes.data, stride, n, k, in_perm, stored.data);
     // Scales keep their group order: a column permutation sorts by group, it does not renumber.
     if (m.scales) reader.read_scales(b, o0, n, 0, groups, scales.data);
     if (out.zeros) {
@@ -112,10 +110,9 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
     }
     for (int64_t i = 0; i < n; ++i) {
       uint8_t* row = codes.data + i * stride;
-      if (in_perm) {
-        // Columns of int4 cannot be gathered where they are packed.
-        expand_codes(row, m.bits, k, bytes.data);
-        gather_codes(bytes.data, in_perm, m.bits, k, row);
+      if (in_perm && !turned) {
+        std::memcpy(stored.data, row, static_cast<size_t>(k));
+        for (int64_t j = 0; j < k; ++j) row[j] = stored.data[in_perm[j]];
       }
       targets.for_each(o0 + i, [&](int64_t target) {
         const int64_t to = b * rows + target;
