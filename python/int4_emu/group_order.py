@@ -42,8 +42,9 @@ class GroupOrders:
 def read_group_orders(plan: LayerPlan, reader: ProjectionReader, expert_ids: list[int]) -> GroupOrders:
     """Reads and validates g_idx of the local experts (all of it is small)."""
     orders = GroupOrders()
+    roles, has_gate = plan.layer.roles, plan.layer.has_gate
     for expert in expert_ids:
-        for role in plan.layer.roles:
+        for role in roles:
             projection = plan.projections[expert, role]
             g_idx = reader.read_group_order(projection)
             if g_idx is None:
@@ -56,9 +57,7 @@ def read_group_orders(plan: LayerPlan, reader: ProjectionReader, expert_ids: lis
                 )
             else:
                 orders.perms[expert, role] = perm
-        if plan.layer.has_gate and not _same(
-            orders.g_idx.get((expert, "gate")), orders.g_idx.get((expert, "up"))
-        ):
+        if has_gate and not _same(orders.g_idx.get((expert, "gate")), orders.g_idx.get((expert, "up"))):
             orders.refusal = (
                 f"gate and up of expert {expert} in layer {plan.layer.number} have different act-orders"
             )

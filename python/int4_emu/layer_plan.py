@@ -145,8 +145,9 @@ def plan_layer(layer: MoELayer, reader: ProjectionReader, model: MoEModelConfig)
         )
     problems: list[str] = []
     projections: dict[tuple[int, str], Projection] = {}
+    roles = layer.roles
     for expert in range(count):
-        for role in layer.roles:
+        for role in roles:
             first = projections.get((0, role))
             projection = reader.inspect(layer.expected_module(expert, role), problems, first)
             if projection is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import ops
@@ -182,24 +183,26 @@ class LayerLoader:
 
     def _for_each_expert(self, convert: Callable[[int, int], None]) -> None:
         """Runs shard by shard, so that each file's pages are used once; then checks the coverage table."""
-        infos = self.reader.files.infos
+        infos, roles = self.reader.files.infos, self.plan.layer.roles
 
-        def first_shard(expert: int) -> str:
-            first = self.plan.projections[expert, self.plan.w13_roles[0]]
+        def first_shard(item: tuple[int, int]) -> str:
+            first = self.plan.projections[item[1], roles[0]]
             module, suffixes = first.module, self.reader.suffixes_used(first)
             return min(infos[f"{module}.{s}"].shard for s in suffixes if f"{module}.{s}" in infos)
 
-        slots = sorted(enumerate(self.request.expert_ids), key=lambda item: (first_shard(item[1]), item[0]))
+        slots = list(enumerate(self.request.expert_ids))
+        if len(self.reader.files.shards) > 1:
+            slots.sort(key=first_shard)
         for slot, expert in slots:
             convert(slot, expert)
-            self._filled.update((slot, role) for role in self.plan.layer.roles)
-        wanted = {(slot, role) for slot, _ in slots for role in self.plan.layer.roles}
+            self._filled.update((slot, role) for role in roles)
+        wanted = {(slot, role) for slot, _ in slots for role in roles}
         if gaps := sorted(wanted - self._filled):
             raise CheckpointError(
                 f"layer {self.plan.layer.number}: not loaded (local expert, projection): {gaps}"
             )
         for expert in self.request.expert_ids:
-            for role in self.plan.layer.roles:
+            for role in roles:
                 self.reader.consume(self.plan.projections[expert, role])
 
     def _repack(
@@ -218,6 +221,7 @@ class LayerLoader:
         projection = self.plan.projections[expert, role]
         scheme = projection.scheme
         assert scheme is not None
+        rows, columns = _part(rows, projection.out_features), _part(columns, projection.in_features)
         whole = (in_perm is not None and columns is not None) or (out_perm is not None and rows is not None)
         whole = whole or not self.reader.can_cut(projection, rows, columns)
         read_rows, read_columns = (None, None) if whole else (rows, columns)
@@ -265,6 +269,7 @@ class LayerLoader:
             out.copy_(stored)
             return
         g_idx = self.orders.g_idx.get((expert, role))
+        rows, columns = _part(rows, projection.out_features), _part(columns, projection.in_features)
         whole = (g_idx is not None and columns is not None) or not self.reader.can_cut(
             projection, rows, columns
         )
@@ -292,7 +297,7 @@ class LayerLoader:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         raw = self.reader.read(projection, rows, columns)
         tensors = [raw.qweight, raw.scales] + ([raw.qzeros] if raw.qzeros is not None else [])
-        self.bytes_read += sum(t.numel() * t.element_size() for t in tensors)
+        self.bytes_read += sum(t.nbytes for t in tensors)
         if self.request.strict:
             check_scales(projection, raw.scales)
         return raw.qweight, raw.scales, raw.qzeros
@@ -323,6 +328,11 @@ class LayerLoader:
         return self.reader.files.get(f"{projection.module}.bias") if projection.has_bias else None
 
 
+def _part(bounds: Bounds | None, whole: int) -> Bounds | None:
+    """None, too, for bounds that leave nothing out."""
+    return None if bounds == (0, whole) else bounds
+
+
 def _size(bounds: Bounds | None, whole: int) -> int:
     return whole if bounds is None else bounds[1] - bounds[0]
 
@@ -340,7 +350,7 @@ def check_scales(projection: Projection, scales: torch.Tensor) -> None:
     integer, exponent = _EXPONENT[scales.dtype]
     # NumPy on one thread: a tensor this small is not worth waking torch's threads for.
     bits = scales.contiguous().view(integer).numpy()
-    bad = int(((bits & exponent) == exponent).sum())
+    bad = np.count_nonzero((bits & exponent) == exponent)
     if bad:
         raise CheckpointError(
             f"{projection.module}: scales must be finite, got {bad} NaN or infinite of {scales.numel()}"

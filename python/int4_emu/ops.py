@@ -160,9 +160,10 @@ def dequantize(
     return _written(out)
 
 
-def _written(out: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling() and not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+def _written(out: Tensor, *others: Tensor | None) -> Tensor:
+    if not torch.compiler.is_compiling():
+        outs = [t for t in (out, *others) if t is not None and not t.is_inference()]
+        torch.autograd.graph.increment_version(outs)
     return out
 
 
@@ -223,9 +224,7 @@ def repack_out(
         "out_qzeros": out_qzeros,
     }
     _call(_ops.repack_out, _fake._repack_out, (qweight, scales, qzeros), options)
-    for out in (out_qweight, out_scales, out_qzeros):
-        if out is not None:
-            _written(out)
+    _written(out_qweight, out_scales, out_qzeros)
 
 
 def prepack(qweight: Tensor, *, layout: EnumLike, bits: int = 4) -> Tensor:

@@ -83,7 +83,7 @@ def storage_cuts(
             if groups is None:
                 return None
             cuts["C"] = groups
-    if scheme is None:
+    if scheme is None or not cuts:
         return cuts
     axes = tensor_axes(scheme.format, scheme.bits)
     starred = {

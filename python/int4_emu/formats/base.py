@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from .._enums import Format
@@ -79,6 +80,7 @@ _QUARK_CHANNEL = (
 )
 
 
+@cache
 def tensor_names(fmt: Format) -> TensorNames:
     """The tensor suffixes of a storage format."""
     if fmt is Format.compressed_tensors:
@@ -90,6 +92,7 @@ def tensor_names(fmt: Format) -> TensorNames:
     return GPTQ_NAMES
 
 
+@cache
 def tensor_axes(fmt: Format, bits: int) -> TensorAxes:
     """The axes of a storage format's tensors, which fix every shape and every legal cut."""
     if fmt is Format.compressed_tensors:
