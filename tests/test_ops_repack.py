@@ -47,8 +47,8 @@ def test_golden_awq_word_becomes_canonical_bytes(ops: ModuleType) -> None:
     assert none is None or none.numel() == 0
 
 
-# Less than one tile of 32 by 32, and whole ones and parts of them in several blocks of rows.
-@pytest.mark.parametrize("shape", [(16, 24), (296, 360)], ids=["small", "blocks"])
+# Less than one tile of 32 by 32; whole ones and parts of them in several blocks of rows; whole rows of tiles alone.
+@pytest.mark.parametrize("shape", [(16, 24), (296, 360), (96, 344)], ids=["small", "blocks", "tiles"])
 @pytest.mark.parametrize(
     ("name", "bits"),
     [

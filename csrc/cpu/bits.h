@@ -43,12 +43,21 @@ static inline void transpose_words(Words4 rows[4]) {
   rows[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
 }
 
-// rows[r] byte j becomes rows[j] byte r, of sixteen. Each round turns (row, byte), eight bits, by one: the byte's highest goes to the row.
-static inline void transpose_bytes(Words4 rows[16]) {
+// Of each two nibbles of a byte, the low ones of both words to `low`, the high ones to `high`; those of `low` come first.
+static inline void swap_nibbles(Words4& low, Words4& high) {
+  const Words4 swap = ((low >> 4) ^ high) & 0x0f0f0f0fu;
+  low ^= swap << 4;
+  high ^= swap;
+}
+
+// Byte j of 16 * kRows, counted through all rows, becomes byte j / kRows of row j % kRows: with sixteen rows a transpose, with four the
+// bytes of each word apart. A round turns the bits of j by one: its highest goes last.
+template <int kRows>
+static inline void transpose_bytes(Words4* rows) {
   for (int round = 0; round < 4; ++round) {
-    Bytes16 turned[16];
-    for (int i = 0; i < 8; ++i) {
-      const Bytes16 a = reinterpret_cast<Bytes16>(rows[i]), b = reinterpret_cast<Bytes16>(rows[i + 8]);
+    Bytes16 turned[kRows];
+    for (int i = 0; i < kRows / 2; ++i) {
+      const Bytes16 a = reinterpret_cast<Bytes16>(rows[i]), b = reinterpret_cast<Bytes16>(rows[i + kRows / 2]);
       turned[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
       turned[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }

@@ -40,9 +40,9 @@ void transpose_packed_along_in(const uint8_t* source, int64_t source_row, int64_
 template <class Column>
 void pair_columns(const Column& column, int64_t columns, int64_t lanes, uint32_t flip, Words4 slots[2][16]) {
   const auto pair = [&](int i, Words4 first, Words4 second) {
-    const Words4 swap = ((first >> 4) ^ second) & 0x0f0f0f0fu;
-    slots[0][i] = first ^ (swap << 4) ^ flip;
-    slots[1][i] = second ^ swap ^ flip;
+    swap_nibbles(first, second);
+    slots[0][i] = first ^ flip;
+    slots[1][i] = second ^ flip;
   };
   if (columns == 32 && lanes == 4) {
     for (int i = 0; i < 16; ++i) {
@@ -61,10 +61,21 @@ void pair_columns(const Column& column, int64_t columns, int64_t lanes, uint32_t
   }
 }
 
-// Words [K][O/8] of codes packed along O; slot_row[j] is the row, of eight, that slot j holds. source points at word (k0, o0/8).
+// Which of 32 rows is in the even, and in the odd slot of each byte of four words along O.
+struct TileRows {
+  int of[2][16];
+};
+constexpr TileRows kPlainRows = {{{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30},
+                                  {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31}}};
+constexpr TileRows kInterleavedRows = {{{0, 4, 1, 5, 8, 12, 9, 13, 16, 20, 17, 21, 24, 28, 25, 29},
+                                        {2, 6, 3, 7, 10, 14, 11, 15, 18, 22, 19, 23, 26, 30, 27, 31}}};
+constexpr TileRows kHalvedRows = {{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+                                   {16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31}}};
+
+// Words [K][O/8] of codes packed along O, 32 rows of them in the places that `tile` says. source points at word (k0, o0/8).
 // `k` columns are there, column j in row perm[j] of the source, or j without perm; the rest of the last eight become zero. At most n
 // rows are written.
-void transpose_packed_along_out(const uint8_t* source, int64_t source_row, const int32_t* perm, uint32_t flip, const int* slot_row,
+void transpose_packed_along_out(const uint8_t* source, int64_t source_row, const int32_t* perm, uint32_t flip, const TileRows& tile,
                                 int64_t n, int64_t k, uint8_t* out, int64_t stride) {
   constexpr int64_t kTile = 32, kAhead = 64;
   const int64_t word_columns = ceil_div(n, 8);
@@ -81,17 +92,35 @@ void transpose_packed_along_out(const uint8_t* source, int64_t source_row, const
         pair_columns([&](int64_t c) { return from + (k0 + c) * source_row; }, columns, lanes, flip, slots);
       }
       for (int odd = 0; odd < 2; ++odd) {
-        transpose_bytes(slots[odd]);
+        transpose_bytes<16>(slots[odd]);
         // Byte i of a column is now row i of the tile, all of its columns.
         uint8_t* to = out + w0 * 8 * stride + k0 / 2;
         if (columns == kTile && (w0 + 4) * 8 <= n) {
-          for (int64_t i = 0; i < 16; ++i) std::memcpy(to + (i / 4 * 8 + slot_row[i % 4 * 2 + odd]) * stride, &slots[odd][i], 16);
+          for (int64_t i = 0; i < 16; ++i) std::memcpy(to + tile.of[odd][i] * stride, &slots[odd][i], 16);
           continue;
         }
         for (int64_t i = 0; i < 16; ++i) {
-          const int64_t o = i / 4 * 8 + slot_row[i % 4 * 2 + odd];
+          const int64_t o = tile.of[odd][i];
           if (w0 * 8 + o < n) std::memcpy(to + o * stride, &slots[odd][i], static_cast<size_t>(ceil_div(columns, 8)) * 4);
         }
+      }
+    }
+  }
+}
+
+// Words [K/8][O] of codes packed along K to words [K][O/8] along O, where byte i of sixteen has the rows i and 16 + i. n is a multiple
+// of 32.
+void turn_packed_along_in(const uint8_t* source, int64_t source_row, int64_t n, int64_t words, uint8_t* out, int64_t column) {
+  constexpr int64_t kAhead = 16;
+  for (int64_t w = 0; w < words; ++w) {
+    prefetch_rows(source + (w + kAhead) * source_row, source_row, w + kAhead < words ? 1 : 0, n * 4);
+    for (int64_t o = 0; o < n; o += 32) {
+      Words4 rows[8];
+      std::memcpy(rows, source + w * source_row + o * 4, sizeof(rows));
+      for (int i = 0; i < 4; ++i) swap_nibbles(rows[i], rows[i + 4]);
+      for (int odd = 0; odd < 2; ++odd) {
+        transpose_bytes<4>(rows + odd * 4);
+        for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (w * 8 + i * 2 + odd) * column + o / 2, &rows[odd * 4 + i], 16);
       }
     }
   }
@@ -139,9 +168,6 @@ void transpose_bytes(const uint8_t* source, int64_t source_row, uint8_t flip, in
     }
   }
 }
-
-constexpr int kPlainSlots[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-constexpr int kInterleavedSlots[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
 }  // namespace
 
@@ -241,8 +267,7 @@ void CanonicalReader::read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, i
     if (plain_bytes()) {
       transpose_bytes(source, source_row_, static_cast<uint8_t>(flip_), n, k, out, stride);
     } else if (traits_.packed_along_out) {
-      const int* const slots = traits_.interleaved ? kInterleavedSlots : kPlainSlots;
-      transpose_packed_along_out(source, source_row_, nullptr, flip_, slots, n, k, out, stride);
+      transpose_packed_along_out(source, source_row_, nullptr, flip_, traits_.interleaved ? kInterleavedRows : kPlainRows, n, k, out, stride);
     } else {
       transpose_packed_along_in(source, source_row_, n, words, out, stride);
     }
@@ -266,6 +291,23 @@ void CanonicalReader::read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, i
   // A format's padding codes are whatever its writer left there.
   if (m_.bits == 4 && k % 2 == 1 && k0 + k == m_.in_features && m_.format != Format::canonical) {
     for (int64_t i = 0; i < n; ++i) out[i * stride + k / 2] &= 0x0f;
+  }
+}
+
+void CanonicalReader::read_permuted_codes(int64_t b, int64_t o0, int64_t n, const int32_t* perm, uint8_t* columns, uint8_t* out,
+                                          int64_t stride) const {
+  const int64_t k = m_.in_features, column = row_bytes(round_up(n, 8), 4);
+  if (traits_.packed_along_out) {
+    const TileRows& tile = traits_.interleaved ? kInterleavedRows : kPlainRows;
+    transpose_packed_along_out(transposed_source(b, o0, 0), source_row_, perm, flip_, tile, n, k, out, stride);
+  } else if (traits_.transposed && n % 32 == 0) {
+    turn_packed_along_in(transposed_source(b, o0, 0), source_row_, n, ceil_div(k, 8), columns, column);
+    transpose_packed_along_out(columns, column, perm, flip_, kHalvedRows, n, k, out, stride);
+  } else {
+    // Rows are turned as if they were columns, and back.
+    read_codes(b, o0, n, 0, k, out, stride);
+    transpose_packed_along_out(out, stride, nullptr, 0, kPlainRows, k, n, columns, column);
+    transpose_packed_along_out(columns, column, perm, 0, kPlainRows, n, k, out, stride);
   }
 }
 
@@ -326,13 +368,6 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, i
     }
     i += count;
   }
-}
-
-void permute_columns(uint8_t* codes, int64_t stride, int64_t n, int64_t k, const int32_t* perm, uint8_t* columns) {
-  // Turned, a column is a run of bytes; so is a row of codes of another matrix, packed along its O.
-  const int64_t column = row_bytes(round_up(n, 8), 4);
-  transpose_packed_along_out(codes, stride, nullptr, 0, kPlainSlots, k, n, columns, column);
-  transpose_packed_along_out(columns, column, perm, 0, kPlainSlots, n, k, codes, stride);
 }
 
 void expand_codes(const uint8_t* codes, int bits, int64_t k, uint8_t* out) {

@@ -25,6 +25,10 @@ class CanonicalReader {
   // must o0 where the format is transposed. Codes past the last column of the matrix come out as zero.
   void read_codes(int64_t b, int64_t o0, int64_t n, int64_t k0, int64_t k, uint8_t* out, int64_t stride) const;
 
+  // Columns perm[0..k), as many as there are, of rows o0..o0+n of int4 codes; out as of read_codes. columns: permuted_scratch(n) bytes.
+  void read_permuted_codes(int64_t b, int64_t o0, int64_t n, const int32_t* perm, uint8_t* columns, uint8_t* out, int64_t stride) const;
+  int64_t permuted_scratch(int64_t n) const { return round_up(m_.in_features, 8) * row_bytes(round_up(n, 8), 4); }
+
   // Groups c0..c0+c of rows o0..o0+n: out [n][c] elements of m.scale_dtype.
   void read_scales(int64_t b, int64_t o0, int64_t n, int64_t c0, int64_t c, void* out) const;
 
@@ -70,10 +74,6 @@ struct Scratch {
 
 // Rows of scratch lie an odd number of cache lines apart, so that a column of them spreads over all sets of L1.
 constexpr int64_t scratch_stride(int64_t bytes) { return round_up(bytes, 64) | 64; }
-
-// Columns perm[0..k) of n rows of int4 codes [n][stride], as read_codes writes them, take their place; columns: scratch of k times
-// row_bytes(round_up(n, 8)).
-void permute_columns(uint8_t* codes, int64_t stride, int64_t n, int64_t k, const int32_t* perm, uint8_t* columns);
 
 // codes [row_bytes(k)] -> one code a byte [k].
 void expand_codes(const uint8_t* codes, int bits, int64_t k, uint8_t* out);

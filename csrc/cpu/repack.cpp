@@ -95,10 +95,13 @@ Status repack(const PackedMatrix& m, const int32_t* in_perm, const int32_t* out_
   return for_each_block(m, block, parallel, [&](int64_t b, int64_t o0, int64_t n) {
     // codes [n][stride] | scales [n][C] | zeros [n][C] | columns [k][n], or a row [k], of codes before the gather
     Scratch codes(n * stride), scales(n * scale_row), zeros(out.zeros ? n * groups : 0);
-    Scratch stored(turned ? k * row_bytes(round_up(n, 8), 4) : (in_perm ? k : 0));
+    Scratch stored(turned ? reader.permuted_scratch(n) : (in_perm ? k : 0));
     if (!codes.data || !scales.data || !zeros.data || !stored.data) return false;
-    reader.read_codes(b, o0, n, 0, k, codes.data, stride);
-    if (turned) permute_columns(codes.data, stride, n, k, in_perm, stored.data);
+    if (turned) {
+      reader.read_permuted_codes(b, o0, n, in_perm, stored.data, codes.data, stride);
+    } else {
+      reader.read_codes(b, o0, n, 0, k, codes.data, stride);
+    }
     // Scales keep their group order: a column permutation sorts by group, it does not renumber.
     if (m.scales) reader.read_scales(b, o0, n, 0, groups, scales.data);
     if (out.zeros) {

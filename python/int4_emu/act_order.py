@@ -19,7 +19,7 @@ def group_permutation(g_idx: Tensor, group_size: int) -> Tensor | None:
     """
     # NumPy on one thread, whose stable sort of 16 bits is a radix sort. What does not fit them is no group, and fails the check.
     groups = g_idx.cpu().numpy()
-    regular = np.arange(groups.size) // group_size
+    regular = np.arange(groups.size, dtype=np.int32) // group_size
     narrow = groups.astype(np.uint16) if groups.size // group_size < 1 << 16 else groups
     perm = np.argsort(narrow, kind="stable")
     if not np.array_equal(groups[perm], regular):
@@ -40,4 +40,5 @@ def is_trivial(g_idx: Tensor | None, group_size: int) -> bool:
     """Absent, empty and `column // group_size` are one and the same."""
     if g_idx is None or g_idx.numel() == 0:
         return True
-    return bool((g_idx.cpu().numpy() == np.arange(g_idx.shape[-1]) // group_size).all())
+    groups = g_idx.cpu().numpy()
+    return bool((groups == np.arange(groups.shape[-1], dtype=groups.dtype) // group_size).all())
