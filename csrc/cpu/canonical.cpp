@@ -353,7 +353,8 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, i
     }
     return;
   }
-  const uint32_t mask = m_.bits == 4 ? 0xfu : 0xffu, word_add = zero_word_add(), code_add = zero_code_add();
+  const uint32_t word_add = zero_word_add(), code_add = zero_code_add();
+  const uint8_t mask = m_.bits == 4 ? 0xf : 0xff;
   // Bit position of each row of a word's kw.
   int shift[8];
   for (int lane = 0; lane < kw; ++lane) shift[lane] = m_.bits * (traits_.interleaved && m_.bits == 4 ? lane / 2 + lane % 2 * 4 : lane);
@@ -361,11 +362,17 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, i
   for (int64_t i = 0; i < n;) {
     const int64_t unit = (o0 + i) / kw, lane0 = o0 + i - unit * kw;
     const int64_t count = kw - lane0 < n - i ? kw - lane0 : n - i;
-    for (int64_t j = 0; j < c; ++j) {
-      const uint32_t word = (load_word(source + 4 * (unit * unit_step + (c0 + j) * group_step)) + word_add) ^ flip_;
-      uint8_t* to = out + i * c + j;
-      for (int64_t r = 0; r < count; ++r) to[r * c] = static_cast<uint8_t>(((word >> shift[lane0 + r]) + code_add) & mask);
-    }
+    const uint8_t* words = source + 4 * (unit * unit_step + c0 * group_step);
+    const auto read = [&](int64_t step) {
+      for (int64_t r = 0; r < count; ++r) {
+        uint8_t* to = out + (i + r) * c;
+        const int down = shift[lane0 + r];
+        for (int64_t j = 0; j < c; ++j) to[j] = static_cast<uint8_t>((((load_word(words + 4 * j * step) + word_add) ^ flip_) >> down) + code_add) & mask;
+      }
+    };
+    // A step that the compiler knows makes vectors of the loop.
+    if (group_step == 1) read(1);
+    else read(group_step);
     i += count;
   }
 }

@@ -67,10 +67,10 @@ class Dequantizer {
     stride_ = scratch_stride(row_bytes(round_up(columns_, 8), m.bits));
     slices_ = columns_ > 0 ? ceil_div(m.in_features, columns_) : 0;
     ranges_ = ceil_div(m.out_features, reader.block_rows());
-    // Every row, and every slice of one, begins and ends on 16 bytes.
+    // Every row, and every slice of one, begins and ends on 32 bytes.
     const int64_t element = dtype_bytes(out_dtype), total = m.batch * m.out_features * m.in_features * element;
-    stream_ = total >= kStreamBytes && m.in_features * element % 16 == 0 && columns_ * element % 16 == 0 &&
-              reinterpret_cast<uintptr_t>(out) % 16 == 0;
+    stream_ = total >= kStreamBytes && m.in_features * element % 32 == 0 && columns_ * element % 32 == 0 &&
+              reinterpret_cast<uintptr_t>(out) % 32 == 0;
   }
 
   int64_t tiles() const { return m_.batch * ranges_ * slices_; }
@@ -122,23 +122,33 @@ class Dequantizer {
     }
     for (int64_t i = 0; i < t.n; ++i) {
       const uint8_t* codes = in_place ? reader_.codes_in_place(t.b, t.o0 + i) + t.k0 * m_.bits / 8 : scratch.codes.data + i * stride_;
+      const char* row_scales = scales + i * scale_step;
       const uint8_t* row_zeros = zeros ? zeros + i * zero_step : nullptr;
+      // What the next row reads, which begins where this one ends: its few scales and zero points are too far apart for the hardware to foresee.
+      if (in_place) fetch(codes + row_bytes(t.k, m_.bits), row_bytes(t.k, m_.bits));
+      if (reader_.scales_in_place()) fetch(row_scales + scale_step, scale_step);
+      if (zeros && reader_.zeros_in_place()) fetch(row_zeros + zero_step, zero_step);
       char* const place = output(t.b, t.o0 + i, t.k0);
-      void* out = stream_ ? scratch.row.data : static_cast<void*>(place);
-      if (m_.g_idx) {
-        if (m_.bits == 4) run_indexed_row4(t, codes, scales + i * scale_step, row_zeros, scratch, out);
-        else run_indexed_row(t, codes, scales + i * scale_step, row_zeros, scratch, out);
-      } else {
-        table_.dequantize_row(codes, m_.bits, scales + i * scale_step, m_.scale_dtype, row_zeros, t.k, m_.group_size, out, out_dtype_);
+      if (m_.g_idx == nullptr) {
+        table_.dequantize_row(codes, m_.bits, row_scales, m_.scale_dtype, row_zeros, t.k, m_.group_size, place, out_dtype_,
+                              stream_ ? scratch.row.data : nullptr);
+        continue;
       }
+      void* out = stream_ ? scratch.row.data : static_cast<void*>(place);
+      if (m_.bits == 4) run_indexed_row4(t, codes, row_scales, row_zeros, scratch, out);
+      else run_indexed_row(t, codes, row_scales, row_zeros, scratch, out);
       if (stream_) stream_copy(place, out, t.k * dtype_bytes(out_dtype_));
     }
+  }
+
+  static void fetch(const void* first, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(first) + i);
   }
 
   // act-order, int4: a group has sixteen values in a row, so they are multiplied out once and looked up by every column.
   void run_indexed_row4(const Tile& t, const uint8_t* codes, const char* scales, const uint8_t* zeros, const BlockScratch& scratch,
                         void* out) const {
-    table_.dequantize_row(scratch.every_code.data, 4, scales, m_.scale_dtype, zeros, m_.groups * 16, 16, scratch.table.data, out_dtype_);
+    table_.dequantize_row(scratch.every_code.data, 4, scales, m_.scale_dtype, zeros, m_.groups * 16, 16, scratch.table.data, out_dtype_, nullptr);
     const uint32_t* first = reinterpret_cast<const uint32_t*>(scratch.first.data);
     if (dtype_bytes(out_dtype_) == 2) look_up<uint16_t>(scratch.table.data, first, codes, t.k, out);
     else look_up<uint32_t>(scratch.table.data, first, codes, t.k, out);
@@ -198,24 +208,34 @@ class TurnedGroups {
 
   void read(const CanonicalReader& reader, int64_t b, int64_t o0, DequantizeTransposedArgs& a) const {
     reader.read_scales(b, o0, a.n, 0, a.groups, rows_.data);
-    const int64_t size = dtype_bytes(m_.scale_dtype);
-    for (int64_t g = 0; g < a.groups; ++g) {
-      for (int64_t i = 0; i < a.n; ++i) std::memcpy(scales_.data + (g * a.n + i) * size, rows_.data + (i * a.groups + g) * size, size);
-    }
+    if (dtype_bytes(m_.scale_dtype) == 2) turn<uint16_t>(a, scales_.data);
+    else turn<uint32_t>(a, scales_.data);
     a.scales = scales_.data;
     a.scale_step = a.n;
     if (!m_.qzeros) return;
     reader.read_zeros(b, o0, a.n, 0, a.groups, rows_.data);
+    turn<uint8_t>(a, zeros_.data);
     a.zeros = zeros_.data;
     a.zero_step = a.n * m_.bits / 8;
-    for (int64_t g = 0; g < a.groups; ++g) {
-      uint8_t* to = zeros_.data + g * a.zero_step;
-      const auto zero = [&](int64_t i) { return rows_.data[i * a.groups + g]; };
-      for (int64_t i = 0; i < a.zero_step; ++i) to[i] = m_.bits == 8 ? zero(i) : static_cast<uint8_t>(zero(2 * i) | zero(2 * i + 1) << 4);
-    }
+    if (m_.bits == 8) return;
+    for (int64_t i = 0; i < a.groups * a.zero_step; ++i) zeros_.data[i] = static_cast<uint8_t>(zeros_.data[2 * i] | zeros_.data[2 * i + 1] << 4);
   }
 
  private:
+  // rows_ [n][groups] to [groups][n]. In squares whose lines stay in L1; elements are only moved, so T is any type of their size.
+  template <class T>
+  void turn(const DequantizeTransposedArgs& a, void* out) const {
+    constexpr int64_t kSquare = 16;
+    const T* from = reinterpret_cast<const T*>(rows_.data);
+    T* to = static_cast<T*>(out);
+    for (int64_t g0 = 0; g0 < a.groups; g0 += kSquare) {
+      const int64_t g1 = g0 + kSquare < a.groups ? g0 + kSquare : a.groups;
+      for (int64_t i = 0; i < a.n; ++i) {
+        for (int64_t g = g0; g < g1; ++g) to[g * a.n + i] = from[i * a.groups + g];
+      }
+    }
+  }
+
   const PackedMatrix& m_;
   Scratch rows_, scales_, zeros_;  // as stored [n][groups]; [groups][n] scales and zero points of `bits` bits
 };

@@ -95,34 +95,22 @@ struct Table16 {
   __m256i low, high;  // the low and the high byte of each entry, in both halves of the register
 };
 inline Table16 make_table(const uint16_t* entries) {
-  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(entries));
-  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(entries + 8));
-  const __m128i byte = _mm_set1_epi16(0xff);
-  return {_mm256_broadcastsi128_si256(_mm_packus_epi16(_mm_and_si128(a, byte), _mm_and_si128(b, byte))),
-          _mm256_broadcastsi128_si256(_mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8)))};
+  const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(entries))),
+                                            _mm_loadu_si128(reinterpret_cast<const __m128i*>(entries + 8)), 1);
+  // Eight low bytes, then eight high ones, of each half.
+  const __m256i bytes = _mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
+  return {_mm256_permute4x64_epi64(bytes, 0x88), _mm256_permute4x64_epi64(bytes, 0xdd)};
 }
 inline void lookup32(const Table16& table, const uint8_t* codes, uint16_t* out) {
-  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  // The bytes of codes 0-7 and 16-23 in one half, of 8-15 and 24-31 in the other: the results then lie in order.
+  const __m256i bytes = _mm256_shuffle_epi8(all, _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 8, -1, 9, -1, 10, -1, 11, -1, 4, -1, 5, -1, 6, -1,
+                                                                  7, -1, 12, -1, 13, -1, 14, -1, 15, -1));
   const __m256i nibbles = _mm256_and_si256(_mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4)), _mm256_set1_epi8(15));
   const __m256i low = _mm256_shuffle_epi8(table.low, nibbles), high = _mm256_shuffle_epi8(table.high, nibbles);
-  const __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);  // codes 0-7 and 16-23, 8-15 and 24-31
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute2x128_si256(a, b, 0x20));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_permute2x128_si256(a, b, 0x31));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_unpacklo_epi8(low, high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm256_unpackhi_epi8(low, high));
 }
-
-// Lines to fetch into L1, of rows whose pieces of so many bytes lie `stride` bytes apart: a piece after the other, because hardware prefetchers
-// follow lines that are asked for in their order in memory, but not several streams within a page.
-struct LinesAhead {
-  const char* at;
-  int64_t lines, skip, left;  // of a piece; bytes to the next one; of this piece
-  LinesAhead(const void* first, int64_t bytes, int64_t stride)
-      : at(static_cast<const char*>(first)), lines((bytes + 63) / 64), skip(stride - lines * 64), left(lines) {}
-  void fetch() {
-    _mm_prefetch(at, _MM_HINT_T0);
-    at += 64;
-    if (--left == 0) at += skip, left = lines;
-  }
-};
 
 }  // namespace
 }  // namespace int4_emu::cpu

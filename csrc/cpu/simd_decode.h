@@ -1,6 +1,8 @@
 // Packed codes to fp32 or 16-bit weights. Included after simd_math.h.
 #pragma once
 
+#include "simd_memory.h"
+
 namespace int4_emu::cpu {
 namespace {
 
@@ -24,14 +26,18 @@ inline int code_at(const CodeRow& row, int64_t p) {
   return (row.codes[i / 8 * 4 + nibble / 2] >> (4 * (nibble & 1))) & 15;
 }
 
-// (code - zero) * scale of all sixteen codes, rounded to the 16-bit type D.
+// (code - zero) * scale of all sixteen codes, rounded to the 16-bit type D. `finite`: the scale is, and so makes no NaN.
 template <DType D>
-inline Table16 value_table(float zero_point, float scale) {
+inline Table16 value_table(Vf zero_point, Vf scale, bool finite) {
   alignas(64) uint16_t entries[16];
-  for (int64_t i = 0; i < 16; i += kLanes) {
-    const Vf code = add(to_float(iota()), set1(static_cast<float>(i)));
-    store_as<D>(entries, i, mul(sub(code, set1(zero_point)), set1(scale)));
+  const auto values = [&](int first) { return mul(sub(add(to_float(iota()), set1(static_cast<float>(first))), zero_point), scale); };
+  if constexpr (D == DType::bf16 && kLanes == 8) {
+    if (finite) {
+      store_bf16_numbers(entries, values(0), values(8));
+      return make_table(entries);
+    }
   }
+  for (int i = 0; i < 16; i += kLanes) store_as<D>(entries, i, values(i));
   return make_table(entries);
 }
 
@@ -56,7 +62,7 @@ inline void decode_group(const CodeRow& row, int64_t first, int64_t last, float 
   if constexpr (D != DType::f32) {
     // A table costs about as much as decoding 16 codes one vector at a time.
     if (row.bits == 4 && !row.even_odd && last - p >= 32) {
-      const Table16 table = value_table<D>(zero_point, scale);
+      const Table16 table = value_table<D>(set1(zero_point), set1(scale), scale - scale == 0.f);
       const uint8_t* codes = row.codes + (p - row.origin) / 2;
       for (; p + 32 <= last; p += 32, codes += 16) lookup32(table, codes, reinterpret_cast<uint16_t*>(out) + (p - first));
     }
@@ -93,41 +99,76 @@ inline void group_values(const CodeRow& row, int64_t first, int64_t count, float
     }
     return;
   }
-  store(zero_points, row.zeros ? codes8(row.zeros + first) : set1(8.f));
+  store(zero_points, row.zeros ? codes8(row.zeros + first) : set1(row.bits == 4 ? 8.f : 128.f));
   if (row.scale_dtype == DType::f32) store(scales, load_as<DType::f32>(row.scales, first));
   else if (row.scale_dtype == DType::f16) store(scales, load_as<DType::f16>(row.scales, first));
   else store(scales, load_as<DType::bf16>(row.scales, first));
 }
 
-// decode_row for canonical int4 to fp32 in whole groups of whole blocks, without decode_group's questions. Returns how many codes.
+// A multiple of 32 codes of one group, canonical int4 or int8. Streamed, each block goes past the caches when it is done: rows that left as
+// a whole had memory wait for arithmetic, then arithmetic for memory. `out` is aligned to 32 bytes then.
 constexpr int64_t kBlockCodes = 32;
-inline int64_t decode_whole_groups(const CodeRow& row, int64_t k0, int64_t k, float* out) {
-  const uint8_t* codes = row.codes + (k0 - row.origin) / 2;
+template <DType D, int kBits, bool kStream>
+inline void decode_blocks(const uint8_t* codes, int64_t count, Vf zero_point, Vf scale, bool finite, char* out) {
+  constexpr int64_t kCodeBytes = kBlockCodes * kBits / 8, kOutBytes = kBlockCodes * kBytes<D>;
+  const auto for_each_block = [&](auto decode) {
+    alignas(64) char block[kOutBytes];
+    for (int64_t p = 0; p < count; p += kBlockCodes, codes += kCodeBytes, out += kOutBytes) {
+      decode(kStream ? block : out);
+      if constexpr (kStream) copy_run<true>(out, block, kOutBytes);
+    }
+  };
+  if constexpr (D != DType::f32 && kBits == 4) {
+    const Table16 table = value_table<D>(zero_point, scale, finite);
+    for_each_block([&](char* to) { lookup32(table, codes, reinterpret_cast<uint16_t*>(to)); });
+    return;
+  }
   const Vi shifts = code_shifts(false);
+  const auto value = [&](int64_t j) {
+    if constexpr (kBits == 4) return mul(sub(codes4(codes + j / 2, shifts), zero_point), scale);
+    else return mul(sub(codes8(codes + j), zero_point), scale);
+  };
+  if (D == DType::bf16 && finite) {
+    for_each_block([&](char* to) {
+#pragma GCC unroll 2
+      for (int64_t j = 0; j < kBlockCodes; j += 2 * kLanes) store_bf16_numbers(reinterpret_cast<uint16_t*>(to) + j, value(j), value(j + kLanes));
+    });
+    return;
+  }
+  for_each_block([&](char* to) {
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kBlockCodes; j += kLanes) store_as<D>(to, j, value(j));
+  });
+}
+
+// decode_row for canonical codes in whole groups of whole blocks, without decode_group's questions, a vector of groups at a time: their
+// zero points and scales are brought to fp32 at once and broadcast from there. Returns how many codes, which other rows have none of.
+template <DType D, int kBits, bool kStream>
+inline int64_t decode_whole_groups(const CodeRow& row, int64_t k0, int64_t k, char* out) {
+  const uint8_t* codes = row.codes + (k0 - row.origin) * kBits / 8;
   alignas(64) float zero_points[kLanes], scales[kLanes];
   const int64_t last = (k0 + k) / row.group_size;
   for (int64_t group = k0 / row.group_size; group < last; group += kLanes) {
     const int64_t count = last - group < kLanes ? last - group : kLanes;
     group_values(row, group, count, zero_points, scales);
-    for (int64_t g = 0; g < count; ++g) {
-      const Vf z = set1(zero_points[g]), s = set1(scales[g]);
-      for (int64_t p = 0; p < row.group_size; p += kBlockCodes, out += kBlockCodes, codes += kBlockCodes / 2) {
-#pragma GCC unroll 4
-        for (int64_t j = 0; j < kBlockCodes; j += kLanes) store(out + j, mul(sub(codes4(codes + j / 2, shifts), z), s));
-      }
+    for (int64_t g = 0; g < count; ++g, codes += row.group_size * kBits / 8, out += row.group_size * kBytes<D>) {
+      decode_blocks<D, kBits, kStream>(codes, row.group_size, set1(zero_points[g]), set1(scales[g]), scales[g] - scales[g] == 0.f, out);
     }
   }
   return last * row.group_size - k0;
 }
 
+template <DType D, bool kStream>
+inline int64_t decode_whole_groups(const CodeRow& row, int64_t k0, int64_t k, void* out) {
+  if (row.even_odd || row.group_size % kBlockCodes != 0 || k0 % row.group_size != 0) return 0;
+  char* to = static_cast<char*>(out);
+  return row.bits == 4 ? decode_whole_groups<D, 4, kStream>(row, k0, k, to) : decode_whole_groups<D, 8, kStream>(row, k0, k, to);
+}
+
 // Codes k0..k0+k of a row to `out`, elements of D; one rounding of the exact fp32 product.
 template <DType D>
 inline void decode_row(const CodeRow& row, int64_t k0, int64_t k, void* out) {
-  int64_t p = k0;
-  if constexpr (D == DType::f32) {
-    if (row.bits == 4 && !row.even_odd && row.group_size % kBlockCodes == 0 && k0 % row.group_size == 0)
-      p += decode_whole_groups(row, k0, k, static_cast<float*>(out));
-  }
+  int64_t p = k0 + decode_whole_groups<D, false>(row, k0, k, out);
   int64_t group = p / row.group_size;
   while (p < k0 + k) {
     const int64_t group_end = (group + 1) * row.group_size;
@@ -176,12 +217,20 @@ inline void decode_weight_row(const Weight& w, int64_t expert, int64_t n, int64_
   }
 }
 
+template <DType D>
+inline void dequantize_row_to(const CodeRow& row, int64_t k, void* out, void* staged) {
+  if (staged == nullptr) return decode_row<D>(row, 0, k, out);
+  const int64_t done = decode_whole_groups<D, true>(row, 0, k, out);
+  decode_row<D>(row, done, k - done, staged);
+  copy_run<true>(static_cast<char*>(out) + done * kBytes<D>, static_cast<const char*>(staged), (k - done) * kBytes<D>);
+}
+
 void dequantize_row(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k, int64_t group_size,
-                    void* out, DType out_dtype) {
+                    void* out, DType out_dtype, void* staged) {
   const CodeRow row{codes, 0, bits, false, scales, scale_dtype, zeros, group_size};
-  if (out_dtype == DType::f32) decode_row<DType::f32>(row, 0, k, out);
-  else if (out_dtype == DType::f16) decode_row<DType::f16>(row, 0, k, out);
-  else decode_row<DType::bf16>(row, 0, k, out);
+  if (out_dtype == DType::f32) dequantize_row_to<DType::f32>(row, k, out, staged);
+  else if (out_dtype == DType::f16) dequantize_row_to<DType::f16>(row, k, out, staged);
+  else dequantize_row_to<DType::bf16>(row, k, out, staged);
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 // wide: wider sets are held up by memory here. Included after simd_math.h.
 #pragma once
 
+#include "simd_memory.h"
+
 namespace int4_emu::cpu {
 namespace {
 
@@ -128,11 +130,13 @@ inline __m256 column_codes(const uint8_t* piece, int64_t column, __m256i shifts,
 
 // Columns of eight rows, a multiple of 16 of them, which share their group or name it. `piece` points at the strip's words of the first column.
 template <DType D, int kBits, bool kAlongOut, bool kNan, bool kIndexed>
-inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, int64_t k, char* out, int64_t row_bytes) {
+inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, int64_t k, LinesAhead& ahead, char* out, int64_t row_bytes) {
   // A pass over eight words of each row: 16 columns of a 16-bit type, or 8 of fp32.
   constexpr int kPerWord = D == DType::f32 ? 1 : 2, kColumns = 8 * kPerWord;
   const __m256 zero_point = _mm256_load_ps(groups.values), scale = _mm256_load_ps(groups.values + 8);
   for (int64_t k0 = 0; k0 < k; k0 += kColumns, out += 32) {
+    ahead.fetch();
+    if constexpr (kBits == 8) ahead.fetch();
     __m256i rows[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
@@ -159,10 +163,10 @@ inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, con
 }
 
 template <DType D, int kBits, bool kAlongOut, bool kIndexed>
-inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, bool nan, int64_t k, char* out,
+inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, bool nan, int64_t k, LinesAhead& ahead, char* out,
                          int64_t row_bytes) {
-  if (nan) decode_strip<D, kBits, kAlongOut, true, kIndexed>(piece, shifts, flip, groups, k, out, row_bytes);
-  else decode_strip<D, kBits, kAlongOut, false, kIndexed>(piece, shifts, flip, groups, k, out, row_bytes);
+  if (nan) decode_strip<D, kBits, kAlongOut, true, kIndexed>(piece, shifts, flip, groups, k, ahead, out, row_bytes);
+  else decode_strip<D, kBits, kAlongOut, false, kIndexed>(piece, shifts, flip, groups, k, ahead, out, row_bytes);
 }
 
 // Rows of words, `bytes` of each.
@@ -192,20 +196,10 @@ inline void turn_piece(const uint8_t* from, int64_t step, int64_t words, int64_t
   }
 }
 
-// A multiple of 32 bytes. Streamed, they go to memory without being read first.
-template <bool kStream>
-inline void copy_run(char* to, const char* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 32) {
-    const __m256i v = _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i));
-    if constexpr (kStream) _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), v);
-    else _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), v);
-  }
-}
-
 // Columns k0..k1 of rows row..row + 8, from `piece`, to `out`, whose rows lie row_bytes apart.
 template <DType D, int kBits, bool kAlongOut>
 inline void decode_strip_groups(const DequantizeTransposedArgs& a, const uint8_t* piece, __m256i shifts, __m256i flip, int64_t row, int64_t k0,
-                                int64_t k1, float* values, char* out, int64_t row_bytes) {
+                                int64_t k1, float* values, LinesAhead& ahead, char* out, int64_t row_bytes) {
   bool nan = false;
   const auto load_group = [&](int64_t group, float* to) {
     const __m256 scale = load_scales8(a, group, row);
@@ -215,14 +209,14 @@ inline void decode_strip_groups(const DequantizeTransposedArgs& a, const uint8_t
   };
   if (a.group_of != nullptr) {
     for (int64_t g = 0; g < a.groups; ++g) load_group(g, values + g * 16);
-    decode_strip<D, kBits, kAlongOut, true>(piece, shifts, flip, {values, a.group_of + k0}, nan, k1 - k0, out, row_bytes);
+    decode_strip<D, kBits, kAlongOut, true>(piece, shifts, flip, {values, a.group_of + k0}, nan, k1 - k0, ahead, out, row_bytes);
     return;
   }
   for (int64_t p = k0; p < k1;) {
     const int64_t group = p / a.group_size, group_end = (group + 1) * a.group_size, end = group_end < k1 ? group_end : k1;
     nan = false;
     load_group(group, values);
-    decode_strip<D, kBits, kAlongOut, false>(piece + (p - k0) * kColumnBytes<kBits>, shifts, flip, {values, nullptr}, nan, end - p,
+    decode_strip<D, kBits, kAlongOut, false>(piece + (p - k0) * kColumnBytes<kBits>, shifts, flip, {values, nullptr}, nan, end - p, ahead,
                                              out + (p - k0) * kBytes<D>, row_bytes);
     p = end;
   }
@@ -251,8 +245,11 @@ void dequantize_pieces(const DequantizeTransposedArgs& a) {
       } else {
         copy_piece(a.codes + k0 / kWordColumns * a.code_step + row_offset(o0), a.code_step, words, row_offset(rows), row_offset(kPieceRows), piece);
       }
+      const int64_t next = k1 < a.k ? k1 : 0, next_rows = k1 < a.k ? o0 : o0 + rows;
+      LinesAhead ahead = a.in_rows ? LinesAhead(a.codes + next_rows * a.code_step + next * kBits / 8, kColumns * kBits / 8, a.code_step)
+                                   : LinesAhead(a.codes + next / kWordColumns * a.code_step + row_offset(next_rows), row_offset(rows), a.code_step);
       for (int64_t o = 0; o < rows; o += kRowLanes) {
-        decode_strip_groups<D, kBits, kAlongOut>(a, piece + row_offset(o), shifts, flip, o0 + o, k0, k1, values, buffer, kBufferRow);
+        decode_strip_groups<D, kBits, kAlongOut>(a, piece + row_offset(o), shifts, flip, o0 + o, k0, k1, values, ahead, buffer, kBufferRow);
         char* out = static_cast<char*>(a.out) + (o0 + o) * out_row + k0 * kBytes<D>;
         for (int64_t r = 0; r < kRowLanes; ++r) {
           const char* run = buffer + r * kBufferRow;

@@ -115,8 +115,9 @@ struct TileTable {
   // out[j] = sum over i of weight[i] * y[rows[i]][j] in fp32, in order of i, rounded to dtype; y fp32 [*][n].
   void (*combine)(const float* y, int64_t ldy, const int64_t* rows, const float* weight, int64_t count, int64_t n, void* out, DType dtype);
   // One row of dequantised weights from canonical codes: out[k] = (q - z[k / group_size]) * s[k / group_size], one rounding.
+  // `staged`, if not null, is room for the row, from which it may be written past the caches; out and the row's bytes are multiples of 32 then.
   void (*dequantize_row)(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k, int64_t group_size,
-                         void* out, DType out_dtype);
+                         void* out, DType out_dtype, void* staged);
   void (*dequantize_transposed)(const DequantizeTransposedArgs&);  // null: dequantize_row is all there is
   // Called once per thread before and after a run of gemm calls (AMX tile configuration); may be null.
   void (*begin_thread)();

@@ -14,7 +14,7 @@ namespace int4_emu::cpu {
 // tile_portable_load.cpp
 void portable_load_panel(const LoadPanelArgs& a);
 void portable_dequantize_row(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k,
-                             int64_t group_size, void* out, DType out_dtype);
+                             int64_t group_size, void* out, DType out_dtype, void* staged);
 
 namespace {
 

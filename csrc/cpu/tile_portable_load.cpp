@@ -9,7 +9,7 @@ namespace int4_emu::cpu {
 
 void portable_load_panel(const LoadPanelArgs& a);
 void portable_dequantize_row(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k,
-                             int64_t group_size, void* out, DType out_dtype);
+                             int64_t group_size, void* out, DType out_dtype, void* staged);
 
 namespace {
 
@@ -118,7 +118,7 @@ void portable_load_panel(const LoadPanelArgs& a) {
 }
 
 void portable_dequantize_row(const uint8_t* codes, int bits, const void* scales, DType scale_dtype, const uint8_t* zeros, int64_t k,
-                             int64_t group_size, void* out, DType out_dtype) {
+                             int64_t group_size, void* out, DType out_dtype, void*) {
   uint8_t bytes[kRun];
   float values[kRun];
   for (int64_t j = 0; j < k; j += kRun) {

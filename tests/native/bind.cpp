@@ -139,7 +139,7 @@ py::array dequantize_row(const std::string& name, py::array_t<uint8_t> codes, in
                          std::optional<py::array_t<uint8_t>> zeros, int64_t k, int64_t group_size, DType dtype) {
   py::array out = new_array(dtype, {k});
   table_of(name).dequantize_row(codes.data(), bits, scales.data(), scale_dtype, zeros ? zeros->data() : nullptr, k, group_size, out.mutable_data(),
-                                dtype);
+                                dtype, nullptr);
   return out;
 }
 

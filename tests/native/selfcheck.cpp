@@ -232,7 +232,7 @@ void check_dequantize(const TileTable& t) {
             for (int64_t g = 0; g < p.groups && g < 4; ++g)
               if (!std::isnan(odd_list[g])) p.scales.set(g, odd_list[g]);
           Array out(out_dtype, k);
-          t.dequantize_row(p.data.data(), bits, p.scales.bytes.data(), scale_dtype, p.zeros.empty() ? nullptr : p.zeros.data(), k, group_size, out.bytes.data(), out_dtype);
+          t.dequantize_row(p.data.data(), bits, p.scales.bytes.data(), scale_dtype, p.zeros.empty() ? nullptr : p.zeros.data(), k, group_size, out.bytes.data(), out_dtype, nullptr);
           for (int64_t j = 0; j < k; ++j) {
             const double expected = reference::round_to(p.value(0, 0, j), out_dtype), got = out.get(j);
             const bool same = std::isnan(expected) ? std::isnan(got) : expected == got && std::signbit(expected) == std::signbit(got);
@@ -302,7 +302,7 @@ void time_table(const TileTable& t) {
     std::vector<uint16_t> out(kN * kK);
     const double time = seconds([&] {
       for (int64_t r = 0; r < kN; ++r)
-        t.dequantize_row(p.data.data() + r * kK / 2, 4, p.scales.bytes.data() + r * p.groups * 2, DType::bf16, p.zeros.data() + r * p.groups, kK, group_size, out.data() + r * kK, DType::bf16);
+        t.dequantize_row(p.data.data() + r * kK / 2, 4, p.scales.bytes.data() + r * p.groups * 2, DType::bf16, p.zeros.data() + r * p.groups, kK, group_size, out.data() + r * kK, DType::bf16, nullptr);
     });
     std::printf("%-8s dequantize int4 g%d to bf16: %.1f GB/s written\n", t.name, static_cast<int>(group_size), kN * kK * 2.0 / time / 1e9);
   }
