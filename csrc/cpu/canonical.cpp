@@ -244,6 +244,8 @@ bool CanonicalReader::describe_rows(int64_t b, int64_t o0, int64_t n, Dequantize
   a.codes = codes_in_place(b, o0);
   a.code_step = source_row_;
   a.in_rows = true;
+  a.zero_word_add = zero_word_add();
+  a.zero_code_add = static_cast<int>(zero_code_add());
   a.scale_dtype = m_.scale_dtype;
   a.group_of = m_.g_idx + b * m_.in_features;
   a.n = n;
@@ -251,6 +253,12 @@ bool CanonicalReader::describe_rows(int64_t b, int64_t o0, int64_t n, Dequantize
   a.group_size = m_.group_size;
   a.groups = m_.groups;
   return true;
+}
+
+const uint8_t* CanonicalReader::zero_words(int64_t b, int64_t o0) const {
+  if (traits_.transposed || plain_bytes() || m_.format == Format::canonical) return nullptr;
+  const int64_t words = ceil_div(m_.out_features, codes_per_word()) * m_.groups;
+  return static_cast<const uint8_t*>(m_.qzeros) + (b * words + o0 / codes_per_word() * m_.groups) * 4;
 }
 
 // GPTQ v1 writers subtract from the whole word, with borrow: the inverse adds to the whole word and wraps.
@@ -367,7 +375,10 @@ void CanonicalReader::read_zeros(int64_t b, int64_t o0, int64_t n, int64_t c0, i
       for (int64_t r = 0; r < count; ++r) {
         uint8_t* to = out + (i + r) * c;
         const int down = shift[lane0 + r];
-        for (int64_t j = 0; j < c; ++j) to[j] = static_cast<uint8_t>((((load_word(words + 4 * j * step) + word_add) ^ flip_) >> down) + code_add) & mask;
+        for (int64_t j = 0; j < c; ++j) {
+          const uint32_t word = (load_word(words + 4 * j * step) + word_add) ^ flip_;
+          to[j] = static_cast<uint8_t>((word >> down) + code_add) & mask;
+        }
       }
     };
     // A step that the compiler knows makes vectors of the loop.

@@ -39,6 +39,8 @@ class CanonicalReader {
   bool describe(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const;
   // The same for rows whose columns name their groups, all but the scales, the zero points and their steps.
   bool describe_rows(int64_t b, int64_t o0, int64_t n, DequantizeTransposedArgs& a) const;
+  // Zero points of rows o0.. where they are stored as words packed along O [O / kw][C], else null. o0 is a multiple of 8.
+  const uint8_t* zero_words(int64_t b, int64_t o0) const;
 
   // Rows per block and columns per slice at which reads and the caller's writes are long runs, and the scratch stays in L2.
   int64_t block_rows() const { return traits_.transposed ? (traits_.packed_along_out ? 256 : 128) : 16; }

@@ -201,43 +201,47 @@ class TurnedGroups {
  public:
   explicit TurnedGroups(const PackedMatrix& m)
       : m_(m),
-        rows_(kTransposedRows * m.groups * 4),
+        rows_(m.qzeros ? kTransposedRows * m.groups : 0),
         scales_(kTransposedRows * m.groups * 4),
         zeros_(m.qzeros ? kTransposedRows * m.groups : 0) {}
   bool ok() const { return rows_.data && scales_.data && zeros_.data; }
 
   void read(const CanonicalReader& reader, int64_t b, int64_t o0, DequantizeTransposedArgs& a) const {
-    reader.read_scales(b, o0, a.n, 0, a.groups, rows_.data);
-    if (dtype_bytes(m_.scale_dtype) == 2) turn<uint16_t>(a, scales_.data);
-    else turn<uint32_t>(a, scales_.data);
+    const int64_t size = dtype_bytes(m_.scale_dtype);
+    const char* scales = static_cast<const char*>(m_.scales) + (b * m_.out_features + o0) * a.groups * size;
+    if (size == 2) turn<uint16_t>(scales, a.n, a.groups, scales_.data);
+    else turn<uint32_t>(scales, a.n, a.groups, scales_.data);
     a.scales = scales_.data;
     a.scale_step = a.n;
     if (!m_.qzeros) return;
-    reader.read_zeros(b, o0, a.n, 0, a.groups, rows_.data);
-    turn<uint8_t>(a, zeros_.data);
     a.zeros = zeros_.data;
     a.zero_step = a.n * m_.bits / 8;
+    if (const uint8_t* words = reader.zero_words(b, o0)) return turn<uint32_t>(words, a.zero_step / 4, a.groups, zeros_.data);
+    reader.read_zeros(b, o0, a.n, 0, a.groups, rows_.data);
+    a.zero_word_add = 0;
+    a.zero_code_add = 0;
+    turn<uint8_t>(rows_.data, a.n, a.groups, zeros_.data);
     if (m_.bits == 8) return;
     for (int64_t i = 0; i < a.groups * a.zero_step; ++i) zeros_.data[i] = static_cast<uint8_t>(zeros_.data[2 * i] | zeros_.data[2 * i + 1] << 4);
   }
 
  private:
-  // rows_ [n][groups] to [groups][n]. In squares whose lines stay in L1; elements are only moved, so T is any type of their size.
+  // [rows][groups] to [groups][rows], in strips whose lines stay in L1; elements are only moved, so T is any type of their size.
   template <class T>
-  void turn(const DequantizeTransposedArgs& a, void* out) const {
-    constexpr int64_t kSquare = 16;
-    const T* from = reinterpret_cast<const T*>(rows_.data);
+  static void turn(const void* rows_of_groups, int64_t rows, int64_t groups, void* out) {
+    constexpr int64_t kStrip = 16;
+    const T* from = static_cast<const T*>(rows_of_groups);
     T* to = static_cast<T*>(out);
-    for (int64_t g0 = 0; g0 < a.groups; g0 += kSquare) {
-      const int64_t g1 = g0 + kSquare < a.groups ? g0 + kSquare : a.groups;
-      for (int64_t i = 0; i < a.n; ++i) {
-        for (int64_t g = g0; g < g1; ++g) to[g * a.n + i] = from[i * a.groups + g];
+    for (int64_t g0 = 0; g0 < groups; g0 += kStrip) {
+      const int64_t g1 = g0 + kStrip < groups ? g0 + kStrip : groups;
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t g = g0; g < g1; ++g) to[g * rows + i] = from[i * groups + g];
       }
     }
   }
 
   const PackedMatrix& m_;
-  Scratch rows_, scales_, zeros_;  // as stored [n][groups]; [groups][n] scales and zero points of `bits` bits
+  Scratch rows_, scales_, zeros_;  // zero points one a byte [n][groups]; [groups][n] scales and zero points of `bits` bits
 };
 
 // False where that function or this matrix does not allow it.

@@ -42,22 +42,26 @@ inline void transpose8(__m256i rows[8]) {
   }
 }
 
-// fp32 to bf16 in the high half of each lane, to nearest, ties to even; the low half is left over. Without kNan no input may be a NaN.
-template <bool kNan>
+// fp32 to bf16 in the high half of each lane, to nearest, ties to even; the low half is left over.
 inline __m256i bf16_high(__m256 a) {
   const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-  if constexpr (!kNan) return rounded;
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
 }
 
-// Two columns as one word a lane, the even one in the low half.
+// Two columns as one word a lane, the even one in the low half. Without kNan no input may be a NaN.
 template <DType D, bool kNan>
 inline __m256i column_pair(__m256 even, __m256 odd) {
-  if constexpr (D == DType::bf16) {
-    return _mm256_blend_epi16(_mm256_srli_epi32(bf16_high<kNan>(even), 16), bf16_high<kNan>(odd), 0xaa);
+  if constexpr (D == DType::bf16 && !kNan) {
+    // Both at once: the upper halves, and what is lost below them carries one where it is more than half, or half of an odd one's unit.
+    const __m256i a = _mm256_castps_si256(even), b = _mm256_castps_si256(odd);
+    const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa), lost = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+    const __m256i nearly_half = _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi16(1)), _mm256_set1_epi16(0x7ffe));
+    return _mm256_add_epi16(high, _mm256_srli_epi16(_mm256_avg_epu16(lost, nearly_half), 15));
+  } else if constexpr (D == DType::bf16) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(bf16_high(even), 16), bf16_high(odd), 0xaa);
   } else {
     const auto half = [](__m256 a) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); };
     return _mm256_or_si256(half(even), _mm256_slli_epi32(half(odd), 16));
@@ -113,28 +117,34 @@ inline bool not_finite(__m256 scale) {
 
 // Codes of eight rows in one column of a piece; `piece` points at the strip.
 template <int kBits, bool kAlongOut>
-inline __m256 column_codes(const uint8_t* piece, int64_t column, __m256i shifts, __m256i flip) {
+inline __m256 column_codes(const uint8_t* piece, int64_t column, __m256i shifts) {
   constexpr int64_t kWordColumns = 32 / kBits;
-  __m256i code;
   if constexpr (kAlongOut && kBits == 8) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + column * kColumnBytes<kBits>));
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_xor_si128(bytes, _mm256_castsi256_si128(flip))));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + column * kColumnBytes<kBits>))));
   } else if constexpr (kAlongOut) {
-    code = _mm256_srlv_epi32(_mm256_xor_si256(broadcast_word(piece + column * kColumnBytes<kBits>), flip), shifts);
+    const __m256i code = _mm256_srlv_epi32(broadcast_word(piece + column * kColumnBytes<kBits>), shifts);
+    return _mm256_cvtepi32_ps(_mm256_and_si256(code, _mm256_set1_epi32(15)));
   } else {
-    const uint8_t* words = piece + column / kWordColumns * kWordColumns * kColumnBytes<kBits>;
-    code = _mm256_srli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)), static_cast<int>(column % kWordColumns * kBits));
+    const int i = static_cast<int>(column % kWordColumns);
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(piece + (column - i) * kColumnBytes<kBits>));
+    if constexpr (kBits == 8) {
+      // Byte i of each word, zeros above it.
+      const __m256i byte = _mm256_setr_epi32(i - 256, i - 252, i - 248, i - 244, i - 256, i - 252, i - 248, i - 244);
+      return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(words, byte));
+    }
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words, i * kBits), _mm256_set1_epi32(15)));
   }
-  return _mm256_cvtepi32_ps(_mm256_and_si256(code, _mm256_set1_epi32((1 << kBits) - 1)));
 }
 
 // Columns of eight rows, a multiple of 16 of them, which share their group or name it. `piece` points at the strip's words of the first column.
 template <DType D, int kBits, bool kAlongOut, bool kNan, bool kIndexed>
-inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, int64_t k, LinesAhead& ahead, char* out, int64_t row_bytes) {
+inline void decode_strip(const uint8_t* piece, __m256i shifts, const StripGroups& groups, int64_t k, LinesAhead& ahead, char* out,
+                         int64_t row_bytes) {
   // A pass over eight words of each row: 16 columns of a 16-bit type, or 8 of fp32.
   constexpr int kPerWord = D == DType::f32 ? 1 : 2, kColumns = 8 * kPerWord;
   const __m256 zero_point = _mm256_load_ps(groups.values), scale = _mm256_load_ps(groups.values + 8);
   for (int64_t k0 = 0; k0 < k; k0 += kColumns, out += 32) {
+    // As many lines as a pass of 16 columns uses up.
     ahead.fetch();
     if constexpr (kBits == 8) ahead.fetch();
     __m256i rows[8];
@@ -145,7 +155,7 @@ inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, con
       for (int j = 0; j < kPerWord; ++j) {
         // Its place in a word must be a constant: k0 is a multiple of a word's columns.
         const int column = i * kPerWord + j;
-        const __m256 code = column_codes<kBits, kAlongOut>(piece + k0 * kColumnBytes<kBits>, column, shifts, flip);
+        const __m256 code = column_codes<kBits, kAlongOut>(piece + k0 * kColumnBytes<kBits>, column, shifts);
         if constexpr (kIndexed) {
           const float* group = groups.values + int64_t{groups.group_of[k0 + column]} * 16;
           value[j] = _mm256_mul_ps(_mm256_sub_ps(code, _mm256_load_ps(group)), _mm256_load_ps(group + 8));
@@ -163,18 +173,27 @@ inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, con
 }
 
 template <DType D, int kBits, bool kAlongOut, bool kIndexed>
-inline void decode_strip(const uint8_t* piece, __m256i shifts, __m256i flip, const StripGroups& groups, bool nan, int64_t k, LinesAhead& ahead, char* out,
+inline void decode_strip(const uint8_t* piece, __m256i shifts, const StripGroups& groups, bool nan, int64_t k, LinesAhead& ahead, char* out,
                          int64_t row_bytes) {
-  if (nan) decode_strip<D, kBits, kAlongOut, true, kIndexed>(piece, shifts, flip, groups, k, ahead, out, row_bytes);
-  else decode_strip<D, kBits, kAlongOut, false, kIndexed>(piece, shifts, flip, groups, k, ahead, out, row_bytes);
+  if (nan) decode_strip<D, kBits, kAlongOut, true, kIndexed>(piece, shifts, groups, k, ahead, out, row_bytes);
+  else decode_strip<D, kBits, kAlongOut, false, kIndexed>(piece, shifts, groups, k, ahead, out, row_bytes);
 }
 
-// Rows of words, `bytes` of each.
-inline void copy_piece(const uint8_t* from, int64_t step, int64_t stored_rows, int64_t bytes, int64_t piece_step, uint8_t* piece) {
+// Rows of words, `bytes` of each, and all words flipped.
+inline void copy_piece(const uint8_t* from, int64_t step, int64_t stored_rows, int64_t bytes, int64_t piece_step, uint32_t flip, uint8_t* piece) {
+  const __m256i flips = _mm256_set1_epi32(static_cast<int>(flip));
   for (int64_t i = 0; i < stored_rows; ++i, from += step, piece += piece_step) {
-    if (bytes == 64) __builtin_memcpy(piece, from, 64);
-    else if (bytes == 128) __builtin_memcpy(piece, from, 128);
-    else __builtin_memcpy(piece, from, bytes);
+    int64_t j = 0;
+    for (; j + 32 <= bytes; j += 32) {
+      const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + j));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(piece + j), _mm256_xor_si256(words, flips));
+    }
+    for (; j < bytes; j += 4) {
+      uint32_t word;
+      __builtin_memcpy(&word, from + j, 4);
+      word ^= flip;
+      __builtin_memcpy(piece + j, &word, 4);
+    }
   }
 }
 
@@ -196,27 +215,42 @@ inline void turn_piece(const uint8_t* from, int64_t step, int64_t words, int64_t
   }
 }
 
+// Zero points, then scales, of rows row..row + 8 in one group to `to`; whether a scale is not finite.
+template <int kBits>
+inline bool load_group(const DequantizeTransposedArgs& a, int64_t group, int64_t row, float* to) {
+  const __m256 scale = load_scales8(a, group, row);
+  _mm256_store_ps(to, load_zeros8<kBits>(a, group, row));
+  _mm256_store_ps(to + 8, scale);
+  return not_finite(scale);
+}
+
+// Groups of the strips of a block of rows whose columns name their groups, kept from one piece to the next where they are few.
+struct IndexedGroups {
+  static constexpr int64_t kStrips = kPieceRows / kRowLanes, kValues = 2 * kMostIndexedGroups * 16;
+  alignas(64) float values[kValues];
+  bool nan[kStrips];
+
+  template <int kBits>
+  StripGroups load(const DequantizeTransposedArgs& a, int64_t strip, int64_t row, bool first_piece) {
+    const bool kept = a.groups * 16 * kStrips <= kValues;
+    float* const of_strip = values + (kept ? strip * a.groups * 16 : 0);
+    if (first_piece || !kept) {
+      nan[strip] = false;
+      for (int64_t g = 0; g < a.groups; ++g) nan[strip] |= load_group<kBits>(a, g, row, of_strip + g * 16);
+    }
+    return {of_strip, a.group_of};
+  }
+};
+
 // Columns k0..k1 of rows row..row + 8, from `piece`, to `out`, whose rows lie row_bytes apart.
 template <DType D, int kBits, bool kAlongOut>
-inline void decode_strip_groups(const DequantizeTransposedArgs& a, const uint8_t* piece, __m256i shifts, __m256i flip, int64_t row, int64_t k0,
-                                int64_t k1, float* values, LinesAhead& ahead, char* out, int64_t row_bytes) {
-  bool nan = false;
-  const auto load_group = [&](int64_t group, float* to) {
-    const __m256 scale = load_scales8(a, group, row);
-    nan |= not_finite(scale);
-    _mm256_store_ps(to, load_zeros8<kBits>(a, group, row));
-    _mm256_store_ps(to + 8, scale);
-  };
-  if (a.group_of != nullptr) {
-    for (int64_t g = 0; g < a.groups; ++g) load_group(g, values + g * 16);
-    decode_strip<D, kBits, kAlongOut, true>(piece, shifts, flip, {values, a.group_of + k0}, nan, k1 - k0, ahead, out, row_bytes);
-    return;
-  }
+inline void decode_strip_groups(const DequantizeTransposedArgs& a, const uint8_t* piece, __m256i shifts, int64_t row, int64_t k0, int64_t k1,
+                                LinesAhead& ahead, char* out, int64_t row_bytes) {
+  alignas(64) float values[16];
   for (int64_t p = k0; p < k1;) {
     const int64_t group = p / a.group_size, group_end = (group + 1) * a.group_size, end = group_end < k1 ? group_end : k1;
-    nan = false;
-    load_group(group, values);
-    decode_strip<D, kBits, kAlongOut, false>(piece + (p - k0) * kColumnBytes<kBits>, shifts, flip, {values, nullptr}, nan, end - p, ahead,
+    const bool nan = load_group<kBits>(a, group, row, values);
+    decode_strip<D, kBits, kAlongOut, false>(piece + (p - k0) * kColumnBytes<kBits>, shifts, {values, nullptr}, nan, end - p, ahead,
                                              out + (p - k0) * kBytes<D>, row_bytes);
     p = end;
   }
@@ -230,10 +264,10 @@ void dequantize_pieces(const DequantizeTransposedArgs& a) {
   constexpr int64_t kColumns = kPieceColumns<kBits>, kBufferRow = kColumns * kBytes<D> + 64;
   alignas(64) uint8_t piece[kColumns * kColumnBytes<kBits>];
   alignas(64) char buffer[kRowLanes * kBufferRow];
-  alignas(64) float values[kMostIndexedGroups * 16];
+  IndexedGroups indexed;
   constexpr int64_t kWordColumns = kAlongOut ? 1 : 32 / kBits;
   const auto row_offset = [](int64_t rows) { return rows * kBits / 8 * kWordColumns; };
-  const __m256i shifts = row_shifts(a.interleaved), flip = _mm256_set1_epi32(static_cast<int>(a.flip));
+  const __m256i shifts = row_shifts(a.interleaved);
   const int64_t out_row = a.ld * kBytes<D>;
   for (int64_t o0 = 0; o0 < a.n; o0 += kPieceRows) {
     const int64_t rows = a.n - o0 < kPieceRows ? a.n - o0 : kPieceRows;
@@ -243,13 +277,23 @@ void dequantize_pieces(const DequantizeTransposedArgs& a) {
       if (!kAlongOut && a.in_rows) {
         turn_piece(a.codes + o0 * a.code_step + k0 * kBits / 8, a.code_step, words, rows, row_offset(kPieceRows), piece);
       } else {
-        copy_piece(a.codes + k0 / kWordColumns * a.code_step + row_offset(o0), a.code_step, words, row_offset(rows), row_offset(kPieceRows), piece);
+        const uint8_t* from = a.codes + k0 / kWordColumns * a.code_step + row_offset(o0);
+        copy_piece(from, a.code_step, words, row_offset(rows), row_offset(kPieceRows), a.flip, piece);
       }
-      const int64_t next = k1 < a.k ? k1 : 0, next_rows = k1 < a.k ? o0 : o0 + rows;
-      LinesAhead ahead = a.in_rows ? LinesAhead(a.codes + next_rows * a.code_step + next * kBits / 8, kColumns * kBits / 8, a.code_step)
-                                   : LinesAhead(a.codes + next / kWordColumns * a.code_step + row_offset(next_rows), row_offset(rows), a.code_step);
+      // While it is decoded the next one is fetched, of these rows or of those after them: no hardware foresees rows of a line or two.
+      const bool last = k1 == a.k;
+      const int64_t k = last ? 0 : k1, row = last ? o0 + rows : o0;
+      LinesAhead ahead = a.in_rows ? LinesAhead(a.codes + row * a.code_step + k * kBits / 8, kColumns * kBits / 8, a.code_step)
+                                   : LinesAhead(a.codes + k / kWordColumns * a.code_step + row_offset(row), row_offset(rows), a.code_step);
       for (int64_t o = 0; o < rows; o += kRowLanes) {
-        decode_strip_groups<D, kBits, kAlongOut>(a, piece + row_offset(o), shifts, flip, o0 + o, k0, k1, values, ahead, buffer, kBufferRow);
+        if (a.group_of != nullptr) {
+          StripGroups groups = indexed.load<kBits>(a, o / kRowLanes, o0 + o, k0 == 0);
+          groups.group_of += k0;
+          decode_strip<D, kBits, kAlongOut, true>(piece + row_offset(o), shifts, groups, indexed.nan[o / kRowLanes], k1 - k0, ahead, buffer,
+                                                  kBufferRow);
+        } else {
+          decode_strip_groups<D, kBits, kAlongOut>(a, piece + row_offset(o), shifts, o0 + o, k0, k1, ahead, buffer, kBufferRow);
+        }
         char* out = static_cast<char*>(a.out) + (o0 + o) * out_row + k0 * kBytes<D>;
         for (int64_t r = 0; r < kRowLanes; ++r) {
           const char* run = buffer + r * kBufferRow;
