@@ -9,7 +9,7 @@ namespace {
 
 // Rows of a transposed source lie kilobytes apart, out of reach of the hardware's prefetchers. Into L2 only: at such strides few L1
 // sets serve all rows.
-void prefetch_rows(const uint8_t* source, int64_t source_row, int64_t rows, int64_t bytes) {
+inline __attribute__((always_inline)) void prefetch_rows(const uint8_t* source, int64_t source_row, int64_t rows, int64_t bytes) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(source + r * source_row + b, 0, 2);
   }

@@ -43,11 +43,12 @@ template <DType D>
 bool pack_limb_tile_row(const Weight& w, const CodesUnits& units, const PackXArgs& a, int64_t i, int64_t at, LimbTile* tile, int64_t step) {
   const void* row = x_row(a, i, 2);
   const int64_t rows = limb_tile_rows(units), midpoint = w.bits == 4 ? 8 : 128;
-  bool finite = true;
+  float most = 0.f;
   for (int64_t b = 0; b < units.blocks; ++b, tile += step) {
     LimbBlock block;
     LimbUnits of;
-    finite &= pack_limbs<D>(w, units, a, row, i, b * kCodesBlock, block, of);
+    pack_limbs<D>(w, units, a, row, i, b * kCodesBlock, block, of);
+    most = of.most > most ? of.most : most;
     for (int64_t limb = 0; limb < 2; ++limb) {
       for (int64_t u = 0; u < units.per_block; ++u) {
         const int64_t lane = (u * rows + at) * 2 + limb;
@@ -62,24 +63,24 @@ bool pack_limb_tile_row(const Weight& w, const CodesUnits& units, const PackXArg
       }
     }
   }
-  return finite;
+  return limbs_hold(most);
 }
 
 bool pack_x_limb_tiles(const Weight& w, const PackXArgs& a) {
   const CodesUnits units(w);
   const int64_t chunk = limb_chunk_rows(units), rows = limb_tile_rows(units);
   LimbTile* out = static_cast<LimbTile*>(a.out);
-  bool finite = true;
+  bool holds = true;
   __builtin_memset(a.out, 0, packed_x_bytes_limb_tiles(w, a.m));
   for (int64_t first = 0; first < a.m; first += chunk) {
     const int64_t count = a.m - first < chunk ? a.m - first : chunk, tiles = limb_tiles_of(units, count);
     for (int64_t i = 0; i < count; ++i) {
-      if (a.dtype == DType::bf16) finite &= pack_limb_tile_row<DType::bf16>(w, units, a, first + i, i % rows, out + i / rows, tiles);
-      else finite &= pack_limb_tile_row<DType::f16>(w, units, a, first + i, i % rows, out + i / rows, tiles);
+      if (a.dtype == DType::bf16) holds &= pack_limb_tile_row<DType::bf16>(w, units, a, first + i, i % rows, out + i / rows, tiles);
+      else holds &= pack_limb_tile_row<DType::f16>(w, units, a, first + i, i % rows, out + i / rows, tiles);
     }
     out += units.blocks * tiles;
   }
-  return finite;
+  return holds;
 }
 
 // Sixteen rows of weights: where they lie, the codes to fetch beside them, and their scales and zero points [row][group].

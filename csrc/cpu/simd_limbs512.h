@@ -11,13 +11,14 @@ namespace {
 
 constexpr int64_t kLimbRows = 4;             // rows of x
 constexpr float kLimbLargest = 127 * 256;    // of a number of two signed bytes
-constexpr float kLimbHuge = 0x1p100f;        // from here on scales might not be finite
+constexpr float kLimbHuge = 0x1p100f, kLimbTiny = 0x1p-80f;  // of a row's largest: beyond these, scales might not keep its numbers
 
 // 128 columns of a row of x.
 struct alignas(64) LimbBlock {
   int8_t bytes[2][2][64];  // high and low limbs: of even and odd columns for int4, of the first and the last 64 for int8
 };
 struct LimbUnits {
+  float most;                             // the largest magnitude of the block; infinite where a NaN is
   float scale[kCodesBlock / kLanes];
   int32_t sums[2][kCodesBlock / kLanes];  // of high and low limbs
 };
@@ -39,23 +40,26 @@ inline Vf largest_lane(Vf v) {
   return _mm512_castsi512_ps(across_lanes(_mm512_castps_si512(v), larger));
 }
 
-// Columns k0.. of row i of x. False where a number is not finite or too large.
+// Whether a row with this largest magnitude is one that limbs can hold.
+inline bool limbs_hold(float most) { return most == 0.f || (most >= kLimbTiny && most < kLimbHuge); }
+
+// Columns k0.. of row i of x.
 template <DType D>
-bool pack_limbs(const Weight& w, const CodesUnits& units, const PackXArgs& a, const void* row, int64_t i, int64_t k0, LimbBlock& to, LimbUnits& of) {
+void pack_limbs(const Weight& w, const CodesUnits& units, const PackXArgs& a, const void* row, int64_t i, int64_t k0, LimbBlock& to, LimbUnits& of) {
   const Vf infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000));
   const __m128i even_first = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
   const int64_t vectors = units.columns / kLanes;
-  bool finite = true;
+  of.most = 0.f;
   for (int64_t u = 0; u < units.per_block; ++u) {
-    Vf v[kCodesBlock / kLanes], largest = set1(1e-33f);
+    Vf v[kCodesBlock / kLanes], largest = zero();
     for (int64_t j = 0; j < vectors; ++j) {
       v[j] = x_vector<D>(a, row, i, k0 + (u * vectors + j) * kLanes);
       largest = vmax(largest, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(v[j], v[j], _CMP_UNORD_Q), vabs(v[j]), infinity));
     }
     largest = largest_lane(largest);
-    const float most = _mm512_cvtss_f32(largest);
-    finite &= most < kLimbHuge;
-    const Vf factor = div(set1(kLimbLargest), largest);
+    const float magnitude = _mm512_cvtss_f32(largest), most = magnitude > 1e-33f ? magnitude : 1e-33f;
+    of.most = magnitude > of.most ? magnitude : of.most;
+    const Vf factor = set1(kLimbLargest / most);
     Vi sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     for (int64_t j = 0; j < vectors; ++j) {
       const int64_t at = u * vectors + j;  // of the block's vectors
@@ -76,7 +80,6 @@ bool pack_limbs(const Weight& w, const CodesUnits& units, const PackXArgs& a, co
     of.scale[u] = most * (1.f / kLimbLargest);
     for (int limb = 0; limb < 2; ++limb) of.sums[limb][u] = sum_of_lanes(sums[limb]);
   }
-  return finite;
 }
 
 bool serves_limbs(const Weight& w, DType x, int64_t m) { return x != DType::f32 && m <= kLimbRows && serves_codes(w); }
@@ -88,22 +91,25 @@ size_t packed_x_bytes_limbs(const Weight& w, int64_t m) { return m * limb_row_by
 template <DType D>
 bool pack_x_limbs_as(const Weight& w, const PackXArgs& a) {
   const CodesUnits units(w);
-  bool finite = true;
+  bool holds = true;
   for (int64_t i = 0; i < a.m; ++i) {
     LimbBlock* blocks = reinterpret_cast<LimbBlock*>(static_cast<char*>(a.out) + i * limb_row_bytes(w));
     float *scales = reinterpret_cast<float*>(blocks + units.blocks), *sums = scales + units.stride;
     __builtin_memset(scales, 0, units.stride * 8);
     const void* row = x_row(a, i, 2);
+    float most = 0.f;
     for (int64_t b = 0; b < units.blocks; ++b, scales += units.per_block, sums += units.per_block) {
       LimbUnits of;
-      finite &= pack_limbs<D>(w, units, a, row, i, b * kCodesBlock, blocks[b], of);
+      pack_limbs<D>(w, units, a, row, i, b * kCodesBlock, blocks[b], of);
+      most = of.most > most ? of.most : most;
       for (int64_t u = 0; u < units.per_block; ++u) {
         scales[u] = of.scale[u];
         sums[u] = static_cast<float>(of.sums[0][u] * 256 + of.sums[1][u]) * of.scale[u];
       }
     }
+    holds &= limbs_hold(most);
   }
-  return finite;
+  return holds;
 }
 
 bool pack_x_limbs(const Weight& w, const PackXArgs& a) {

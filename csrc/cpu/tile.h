@@ -99,7 +99,7 @@ struct ProductFunctions {
   // Whether m rows of x of this dtype can be multiplied by this weight; the other three are called only then.
   bool (*serves)(const Weight& weight, DType x, int64_t m);
   size_t (*packed_x_bytes)(const Weight& weight, DType x, int64_t m);
-  // args.out: packed_x_bytes. False where these numbers need panels after all: infinities and NaN have no fixed point.
+  // args.out: packed_x_bytes. False where these numbers need panels after all: infinities, NaN and extremes have no fixed point.
   bool (*pack_x)(const Weight& weight, const PackXArgs& args);
   void (*multiply)(const ProductArgs& args);
 };
