@@ -159,11 +159,9 @@ struct ByteBlocks : CodeBlocks<8, kGroups> {
         const Vf scale = set1(strip->scales[r][g]), offset = mul(scale, set1(zeros ? -strip->zeros[r][g] : -128.f));
         Vi v = _mm512_setzero_si512();
         if (i < tiles) {
-          const auto values = [&](int64_t column) {
-            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(strip->codes[r] + block * kBlockK + column));
-            return fma(to_float(_mm512_cvtepu8_epi32(bytes)), scale, offset);
-          };
-          v = reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(values(i * 32 + 16), values(i * 32)));
+          const uint8_t* codes = strip->codes[r] + block * kBlockK + i * 32;
+          const Vf low = fma(codes8(codes), scale, offset), high = fma(codes8(codes + kLanes), scale, offset);
+          v = reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(high, low));
         }
         _mm512_store_si512(out + i * kTileBytes + r * 64, v);
       }

@@ -16,6 +16,8 @@ from ...projection import names_of
 class CapturedTensors:
     """Holds what has arrived, by full name, until it is converted."""
 
+    shards: tuple[str, ...] = ()  # of no files
+
     def __init__(self) -> None:
         self.infos: dict[str, TensorInfo] = {}
         self._tensors: dict[str, torch.Tensor] = {}
