@@ -307,7 +307,8 @@ void multiply_limb_tiles_as(const ProductArgs& a) {
     const int64_t rows = a.m - first < chunk ? a.m - first : chunk, tiles = limb_tiles_of(units, rows);
     if (tiles == 1) LimbProduct<kBits, kPermute, kZeros, 1>(a, x, first, rows, state).run();
     else if (tiles == 2) LimbProduct<kBits, kPermute, kZeros, 2>(a, x, first, rows, state).run();
-    else LimbProduct<kBits, kPermute, kZeros, 4>(a, x, first, rows, state).run();
+    // (int4 in groups of half a block comes in few rows: tile_amx.cpp)
+    else if constexpr (kBits == 8 || !kPermute) LimbProduct<kBits, kPermute, kZeros, 4>(a, x, first, rows, state).run();
     x += units.blocks * tiles;
   }
 }
