@@ -102,11 +102,7 @@ template <int kBits, bool kPermute, bool kZeros, int kTiles>
 class LimbProduct {
  public:
   LimbProduct(const ProductArgs& a, const LimbTile* x, int64_t first_row, int64_t rows, LimbState& state)
-      : a_(a), w_(*a.weight), units_(w_), x_(x), first_row_(first_row), rows_(rows), state_(state) {
-    alignas(64) uint32_t lane_unit[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) lane_unit[lane] = static_cast<uint32_t>(lane * units_.per_block / kLanes);
-    lane_unit_ = _mm512_load_si512(lane_unit);
-  }
+      : a_(a), w_(*a.weight), units_(w_), x_(x), first_row_(first_row), rows_(rows), state_(state), lane_unit_(unit_of_lanes(units_.per_block)) {}
 
   void run() {
     const int64_t strips_of_part = (a_.n + kTile - 1) / kTile, strips = strips_of_part * a_.parts;

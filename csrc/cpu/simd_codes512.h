@@ -24,6 +24,13 @@ struct CodesUnits {
   int64_t per_group;      // units
 };
 
+// Which of a vector's units each lane belongs to: what spreads their values over the lanes.
+inline Vi unit_of_lanes(int64_t per_vector) {
+  alignas(64) uint32_t unit[kLanes];
+  for (int64_t lane = 0; lane < kLanes; ++lane) unit[lane] = static_cast<uint32_t>(lane * per_vector / kLanes);
+  return _mm512_load_si512(unit);
+}
+
 bool serves_codes(const Weight& w) {
   if (!w.packed || w.layout != Layout::canonical || w.k % kCodesBlock != 0 || w.k == 0) return false;
   const bool parts = w.group_size < kCodesBlock && w.group_size >= kLanes && kCodesBlock % w.group_size == 0;
@@ -80,7 +87,8 @@ void multiply_codes(const ProductArgs& a) {
   const Way way(a);
   typename Way::Values values[2];
   const auto load = [&](const CodesStep& s, typename Way::Values& to) {
-    for (int64_t r = 0; r < s.columns; ++r) way.load(scales_of(w, a.expert, s.row + r * a.step), w.zeros ? zeros_of(w, a.expert, s.row + r * a.step) : nullptr, r, to);
+    for (int64_t r = 0, row = s.row; r < s.columns; ++r, row += a.step)
+      way.load(scales_of(w, a.expert, row), w.zeros ? zeros_of(w, a.expert, row) : nullptr, r, to);
   };
   const int64_t steps_of_part = (a.n + kCodesRows - 1) / kCodesRows, steps = a.parts * steps_of_part;
   // Codes are fetched about 4 KB before they are read, steps ahead, or in long rows further on in the same row: hardware prefetchers know

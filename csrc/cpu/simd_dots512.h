@@ -32,11 +32,12 @@ class Dots {
     alignas(64) uint32_t zeros[kCodesRows * kCodesUnits + kLanes];  // in each byte
   };
 
-  explicit Dots(const ProductArgs& a) : w_(*a.weight), x_(static_cast<const uint16_t*>(a.packed_x)), units_(w_), table_(code_table(kZeros)) {
-    alignas(64) uint32_t lane_group[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) lane_group[lane] = static_cast<uint32_t>(lane * units_.per_block / kLanes);
-    lane_group_ = _mm512_load_si512(lane_group);
-  }
+  explicit Dots(const ProductArgs& a)
+      : w_(*a.weight),
+        x_(static_cast<const uint16_t*>(a.packed_x)),
+        units_(w_),
+        table_(code_table(kZeros)),
+        lane_group_(unit_of_lanes(units_.per_block)) {}
 
   void load(const char* scales, const uint8_t* zeros, int64_t r, Values& to) const {
     for (int64_t g = 0; g < w_.groups; g += kLanes) {

@@ -127,10 +127,7 @@ class Limbs {
   };
 
   explicit Limbs(const ProductArgs& a) : w_(*a.weight), units_(w_), x_(static_cast<const char*>(a.packed_x)), x_row_(limb_row_bytes(w_)) {
-    const int64_t per_vector = kBits == 4 ? units_.per_block : units_.per_block / 2;
-    alignas(64) uint32_t lane_unit[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) lane_unit[lane] = static_cast<uint32_t>(lane * per_vector / kLanes);
-    lane_unit_ = _mm512_load_si512(lane_unit);
+    lane_unit_ = unit_of_lanes(kBits == 4 ? units_.per_block : units_.per_block / 2);
     for (int64_t u = 0; u < units_.stride; ++u)
       group_after_[u] = u < units_.count ? static_cast<uint32_t>(u / units_.per_group - u / kLanes * kLanes / units_.per_group) : 0;
   }
