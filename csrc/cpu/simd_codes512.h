@@ -50,8 +50,9 @@ inline CodesAhead codes_ahead(const Weight& w, int64_t step, int64_t rows, int64
   return {bytes, step * w.n_stride, 64};
 }
 // Always inlined: gcc 12 takes a function that only prefetches for one without effects, and drops calls of it.
+inline __attribute__((always_inline)) void fetch_line(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 inline __attribute__((always_inline)) void fetch_codes(const uint8_t* first_row, const CodesAhead& a, int64_t row, int64_t line) {
-  _mm_prefetch(reinterpret_cast<const char*>(first_row + a.bytes + row * a.row + line * a.line), _MM_HINT_T1);
+  fetch_line(first_row + a.bytes + row * a.row + line * a.line);
 }
 
 // Four rows of a part: where they lie and what comes with them.
@@ -80,7 +81,15 @@ inline int64_t row_of_step(const ProductArgs& a, int64_t step, int64_t steps_of_
   return a.row0[0] + (a.n + beyond * kCodesRows) * a.step;
 }
 
-// `Way` multiplies kCodesRows rows of codes by Way::kRows rows of x, with what it has made of their scales and zero points in Way::Values.
+// From a line that is read to the one to fetch, for rows that are read one after another.
+inline int64_t bytes_in_order(const Weight& w, int64_t step) {
+  constexpr int64_t kAhead = 6144;
+  const int64_t rows = kAhead / w.n_stride;
+  return step == 1 || rows == 0 ? kAhead : rows * step * w.n_stride;
+}
+
+// `Way` multiplies kCodesRows rows of codes, Way::kSide at a time, by Way::kRows rows of x, with what it has made of their scales and zero points in
+// Way::Values.
 template <class Way>
 void multiply_codes(const ProductArgs& a) {
   const Weight& w = *a.weight;
@@ -99,7 +108,9 @@ void multiply_codes(const ProductArgs& a) {
   for (int64_t i = 0; i < steps; ++i) {
     const CodesStep next = codes_step(a, i + 1 < steps ? i + 1 : i, steps_of_part);
     load(next, values[(i + 1) & 1]);
-    const int64_t bytes = steps_ahead > 0 ? (row_of_step(a, i + steps_ahead, steps_of_part) - step.row) * w.n_stride : 2048;
+    const int64_t bytes = Way::kSide == 1   ? bytes_in_order(w, a.step)
+                          : steps_ahead > 0 ? (row_of_step(a, i + steps_ahead, steps_of_part) - step.row) * w.n_stride
+                                            : 2048;
     Vf sums[kCodesRows][Way::kRows];
     way.rows(step.rows, codes_ahead(w, a.step, kCodesRows, bytes, steps_ahead > 0), values[i & 1], sums);
 #pragma GCC unroll 4

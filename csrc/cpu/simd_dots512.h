@@ -26,7 +26,7 @@ bool serves_dots(const Weight& w, DType x, int64_t m) { return x == DType::f32 &
 template <bool kZeros>
 class Dots {
  public:
-  static constexpr int kRows = 1;
+  static constexpr int kRows = 1, kSide = kCodesRows;
   struct Values {
     alignas(64) float scales[kCodesRows * kCodesUnits + kLanes];
     alignas(64) uint32_t zeros[kCodesRows * kCodesUnits + kLanes];  // in each byte

@@ -121,6 +121,8 @@ template <int kBits, bool kWhole, int kM>
 class Limbs {
  public:
   static constexpr int kRows = kM;
+  // A row of x meets rows of codes one after another, as they lie in memory. More rows of x are loaded once for all rows of a step.
+  static constexpr int kSide = kM == 1 ? 1 : kCodesRows;
   struct Values {
     Vf start[kCodesRows][kM];  // minus zero points times sums of x, in any lanes
     alignas(64) float scales[kM][kCodesRows][kCodesUnits + kLanes];  // of weights times those of x; a vector may begin with the last one
@@ -161,32 +163,36 @@ class Limbs {
     }
     const Vi nibbles = _mm512_set1_epi32(0x0f0f0f0f);
     const int64_t per_block = kWhole ? 1 : units_.per_block;
-    for (int64_t b = 0; b < units_.blocks; ++b) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kCodesRows; ++r) {
-        const uint8_t* codes = rows[r] + b * (kBits * 16);
-        Vi v[2];
-        v[0] = _mm512_loadu_si512(codes);
-        if constexpr (kBits == 4) {
-          fetch_codes(rows[0], ahead, r, b);
-          v[1] = _mm512_and_si512(_mm512_srli_epi32(v[0], 4), nibbles);
-          v[0] = _mm512_and_si512(v[0], nibbles);
-        } else {
-          fetch_codes(rows[0], ahead, r, 2 * b);
-          fetch_codes(rows[0], ahead, r, 2 * b + 1);
-          v[1] = _mm512_loadu_si512(codes + 64);
-        }
+    for (int first = 0; first < kCodesRows; first += kSide) {
+      for (int64_t b = 0; b < units_.blocks; ++b) {
 #pragma GCC unroll 4
-        for (int i = 0; i < kM; ++i) {
-          const LimbBlock& x = reinterpret_cast<const LimbBlock*>(x_ + i * x_row_)[b];
-          const float* scale = values.scales[i][r] + b * per_block;
-          if constexpr (kWhole) {
-            sums[r][i] = fma(to_float(product(v, x, 0, 2)), set1(*scale), sums[r][i]);
-          } else if constexpr (kBits == 4) {
-            sums[r][i] = fma(to_float(product(v, x, 0, 2)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale)), sums[r][i]);
+        for (int r = first; r < first + kSide; ++r) {
+          const uint8_t* codes = rows[r] + b * (kBits * 16);
+          Vi v[2];
+          v[0] = _mm512_loadu_si512(codes);
+          if constexpr (kBits == 4) {
+            fetch(rows, ahead, r, b);
+            v[1] = _mm512_and_si512(_mm512_srli_epi32(v[0], 4), nibbles);
+            v[0] = _mm512_and_si512(v[0], nibbles);
           } else {
-            sums[r][i] = fma(to_float(product(v, x, 0, 1)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale)), sums[r][i]);
-            sums[r][i] = fma(to_float(product(v, x, 1, 2)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale + per_block / 2)), sums[r][i]);
+            fetch(rows, ahead, r, 2 * b);
+            fetch(rows, ahead, r, 2 * b + 1);
+            v[1] = _mm512_loadu_si512(codes + 64);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < kM; ++i) {
+            const LimbBlock& x = reinterpret_cast<const LimbBlock*>(x_ + i * x_row_)[b];
+            const float* scale = values.scales[i][r] + b * per_block;
+            Vf& sum = sums[r][i];
+            if constexpr (kWhole) {
+              sum = fma(to_float(product(v, x, 0, 2)), set1(*scale), sum);
+            } else if constexpr (kBits == 4) {
+              sum = fma(to_float(product(v, x, 0, 2)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale)), sum);
+            } else {
+              sum = fma(to_float(product(v, x, 0, 1)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale)), sum);
+              sum = fma(to_float(product(v, x, 1, 2)), _mm512_permutexvar_ps(lane_unit_, cpu::load(scale + per_block / 2)), sum);
+            }
           }
         }
       }
@@ -195,6 +201,11 @@ class Limbs {
 
  private:
   const float* x_scales(int64_t i) const { return reinterpret_cast<const float*>(x_ + i * x_row_ + units_.blocks * sizeof(LimbBlock)); }
+
+  static inline __attribute__((always_inline)) void fetch(const uint8_t* const rows[kCodesRows], const CodesAhead& ahead, int r, int64_t line) {
+    if constexpr (kSide == 1) fetch_line(rows[r] + line * 64 + ahead.bytes);
+    else fetch_codes(rows[0], ahead, r, line);
+  }
 
   // Of vectors first..last - 1.
   static inline __attribute__((always_inline)) Vi product(const Vi (&v)[2], const LimbBlock& x, int first, int last) {
