@@ -4,8 +4,10 @@
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kBlockK = 128;       // columns of a block
+constexpr int64_t kStripRows = 2 * kTile;
+constexpr int64_t kBlockK = 128;       // columns of a block: for each sixteen rows of a strip, four tiles
 constexpr int64_t kBlockBytes = kBlockK / 32 * kTileBytes;
+constexpr int64_t kStripBlockBytes = 2 * kBlockBytes;
 constexpr int64_t kStripK = 8192;      // most columns in hand
 constexpr int64_t kStripGroups = kStripK / 32;
 
@@ -20,11 +22,14 @@ inline bool strip_looks_up(const Weight& w) { return w.bits == 4 && strip_groups
 
 // Rows of one expert's matrix that make a strip; rows beyond the last repeat it, and their sums are not written.
 struct Strip {
-  int64_t rows[kTile];
-  const uint8_t* codes[kTile];
-  alignas(64) float scales[kTile][kStripGroups + kLanes];  // of the groups of the columns in hand
-  alignas(64) float zeros[kTile][kStripGroups + kLanes];
+  int64_t rows[kStripRows];
+  const uint8_t* codes[kStripRows];
+  alignas(64) float scales[kStripRows][kStripGroups + kLanes];  // of the groups of the columns in hand
+  alignas(64) float zeros[kStripRows][kStripGroups + kLanes];
 };
+
+// Where row r of a block's first tile goes.
+inline char* block_row(char* block, int64_t r) { return block + r / kTile * kBlockBytes + r % kTile * 64; }
 
 // What a product's strips share.
 struct StripShape {
@@ -32,10 +37,10 @@ struct StripShape {
   int64_t expert, row0[3], step, n, strips;  // of the parts, and of the columns after these, which most often come next; strips of a part
   int64_t k0, k, blocks;                     // the columns in hand
   bool ends;                                 // a row ends with them
-  int64_t rows(int64_t q) const { return n - q % strips * kTile < kTile ? n - q % strips * kTile : kTile; }
+  int64_t rows(int64_t q) const { return n - q % strips * kStripRows < kStripRows ? n - q % strips * kStripRows : kStripRows; }
   int64_t row(int64_t q, int64_t r) const {
     const int64_t most = rows(q) - 1;
-    return row0[q / strips] + (q % strips * kTile + (r < most ? r : most)) * step;
+    return row0[q / strips] + (q % strips * kStripRows + (r < most ? r : most)) * step;
   }
 };
 
@@ -48,6 +53,14 @@ alignas(64) constexpr uint32_t kSelectHalf[16] = {0,       0,       0,       0, 
 
 // (word & 0x000f000f) | selector
 inline Vi select_entry(Vi word, Vi selector) { return _mm512_ternarylogic_epi32(word, _mm512_set1_epi32(0x000f000f), selector, 0xea); }
+
+// A block to decode, by value: what its rows need is then in registers, whatever their stores may overwrite.
+struct CodesBlock {
+  const Strip* strip;
+  int64_t group, offset, left;  // of its first scale; bytes from the row's first code in hand; columns from here on
+  const uint8_t* fetch;         // the line to fetch beside row 0, and bytes to that of the next row
+  int64_t fetch_row;
+};
 
 // Canonical codes of kBits bits, kGroups groups to a block: 4, 2, or 1 where a group is one block or more.
 template <int kBits, int kGroups>
@@ -63,19 +76,19 @@ struct CodeBlocks {
   explicit CodeBlocks(const StripShape& s)
       : shape(s), blocks_per_group(s.weight->group_size < s.weight->k ? s.weight->group_size / kBlockK : 0) {
     const Weight& w = *s.weight;
-    ahead = codes_ahead(w, s.step, kTile, 0, s.k == w.k && w.k % kBlockK == 0);
+    ahead = codes_ahead(w, s.step, kStripRows, 0, s.k == w.k && w.k % kBlockK == 0);
   }
 
   void place(int64_t q, Strip& to) const {
     const Weight& w = *shape.weight;
-    for (int64_t r = 0; r < kTile; ++r)
+    for (int64_t r = 0; r < kStripRows; ++r)
       to.codes[r] = static_cast<const uint8_t*>(w.data) + shape.expert * w.expert_stride + shape.row(q, r) * w.n_stride + shape.k0 * kBits / 8;
   }
   void prepare(int64_t q, Strip& to) const {
     const Weight& w = *shape.weight;
     const int64_t first = w.group_size < w.k ? shape.k0 / w.group_size : 0;
     const int64_t last = w.group_size < w.k ? (shape.k0 + shape.k + w.group_size - 1) / w.group_size : 1;
-    for (int64_t r = 0; r < kTile; ++r) {
+    for (int64_t r = 0; r < kStripRows; ++r) {
       const int64_t row = shape.row(q, r);
       for (int64_t g = first; g < last; g += kLanes) {
         const int64_t count = last - g < kLanes ? last - g : kLanes;
@@ -94,91 +107,100 @@ struct CodeBlocks {
     if constexpr (kGroups > 1) group += kGroups;
     else if (--next_group_in == 0) ++group, next_group_in = blocks_per_group;
   }
-  int64_t columns_left() const { return shape.k - block * kBlockK; }
+  CodesBlock now() const {
+    const uint8_t* const fetch = after->codes[0] + ahead.bytes + block * (kBits / 4) * ahead.line;
+    return {strip, group, block * (kBlockK * kBits / 8), shape.k - block * kBlockK, fetch, ahead.row};
+  }
 };
 
 // int4, by tables of each group's values.
 template <int kGroups, bool kZeros>
 struct LookupBlocks : CodeBlocks<4, kGroups> {
   using Base = CodeBlocks<4, kGroups>;
-  using Base::after, Base::ahead, Base::block, Base::group, Base::strip;
-  static constexpr int64_t kSteps = kGroups == 1 ? 2 : 4;
-  Vf codes = kZeros ? to_float(iota()) : sub(to_float(iota()), set1(8.f));
-  Vi selector = _mm512_load_si512(kGroups == 4 ? kSelectQuarter : kSelectHalf);
+  using Base::Base;
 
-  explicit LookupBlocks(const StripShape& s) : Base(s) {}
-  Vf value(int64_t r, int64_t g) const {
-    const Vf q = kZeros ? sub(codes, set1(strip->zeros[r][group + g])) : codes;
-    return mul(q, set1(strip->scales[r][group + g]));
-  }
-  Vi table(int64_t r, int64_t g) const {
-    if constexpr (kGroups == 1) return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g), value(r, g)));
-    else return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g + 1), value(r, g)));
-  }
-  // Rows first.. of the block.
-  template <int64_t kCount>
-  inline __attribute__((always_inline)) void rows(int64_t first, char* out) const {
-    const int64_t left = this->columns_left() / 8;
-    const __mmask16 words = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1u << left) - 1);
+  struct Block : CodesBlock {
+    Vf codes = kZeros ? to_float(iota()) : sub(to_float(iota()), set1(8.f));
+    Vi selector = _mm512_load_si512(kGroups == 4 ? kSelectQuarter : kSelectHalf);
+    __mmask16 words;
+
+    explicit Block(const Base& from) : CodesBlock(from.now()), words(static_cast<__mmask16>(left >= kBlockK ? 0xffff : (1u << left / 8) - 1)) {}
+    Vf value(int64_t r, int64_t g) const {
+      const Vf q = kZeros ? sub(codes, set1(strip->zeros[r][group + g])) : codes;
+      return mul(q, set1(strip->scales[r][group + g]));
+    }
+    Vi table(int64_t r, int64_t g) const {
+      if constexpr (kGroups == 1) return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g), value(r, g)));
+      else return reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(value(r, g + 1), value(r, g)));
+    }
+    // Rows first.. of the block.
+    template <int64_t kCount>
+    inline __attribute__((always_inline)) void rows(int64_t first, char* out) const {
 #pragma GCC unroll 8
-    for (int64_t r = first; r < first + kCount; ++r) {
-      fetch_codes(after->codes[0], ahead, r, block);
-      const Vi word = _mm512_maskz_loadu_epi32(words, strip->codes[r] + block * 64);
-      const Vi low = table(r, 0), high = kGroups == 4 ? table(r, 2) : low;
+      for (int64_t r = first; r < first + kCount; ++r) {
+        fetch_line(fetch + r * fetch_row);
+        char* const to = block_row(out, r);
+        const Vi word = _mm512_maskz_loadu_epi32(words, strip->codes[r] + offset);
+        const Vi low = table(r, 0), high = kGroups == 4 ? table(r, 2) : low;
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        Vi index = i == 0 ? word : _mm512_srli_epi32(word, 4 * i);
-        if constexpr (kGroups > 1) index = select_entry(index, selector);
-        Vi v = _mm512_permutexvar_epi16(index, low);
-        if constexpr (kGroups == 4) v = _mm512_mask_permutexvar_epi16(v, 0xffff0000u, index, high);
-        _mm512_store_si512(out + i * kTileBytes + r * 64, v);
+        for (int i = 0; i < 4; ++i) {
+          Vi index = i == 0 ? word : _mm512_srli_epi32(word, 4 * i);
+          if constexpr (kGroups > 1) index = select_entry(index, selector);
+          Vi v = _mm512_permutexvar_epi16(index, low);
+          if constexpr (kGroups == 4) v = _mm512_mask_permutexvar_epi16(v, 0xffff0000u, index, high);
+          _mm512_store_si512(to + i * kTileBytes, v);
+        }
       }
     }
-  }
+  };
 };
 
 // int8: q times the scale minus z times the scale, which 16-bit scales hold without rounding.
 template <int kGroups>
 struct ByteBlocks : CodeBlocks<8, kGroups> {
   using Base = CodeBlocks<8, kGroups>;
-  using Base::after, Base::ahead, Base::block, Base::group, Base::strip;
-  static constexpr int64_t kSteps = 4;
-  const bool zeros;
+  using Base::Base;
 
-  explicit ByteBlocks(const StripShape& s) : Base(s), zeros(s.weight->zeros != nullptr) {}
-  template <int64_t kCount>
-  inline __attribute__((always_inline)) void rows(int64_t first, char* out) const {
-    const int64_t tiles = this->columns_left() < kBlockK ? this->columns_left() / 32 : 4;
+  struct Block : CodesBlock {
+    const bool zeros;
+    const int64_t fetch_line_bytes;
+
+    explicit Block(const Base& from) : CodesBlock(from.now()), zeros(from.shape.weight->zeros != nullptr), fetch_line_bytes(from.ahead.line) {}
+    template <int64_t kCount>
+    inline __attribute__((always_inline)) void rows(int64_t first, char* out) const {
+      const int64_t tiles = left < kBlockK ? left / 32 : 4;
 #pragma GCC unroll 8
-    for (int64_t r = first; r < first + kCount; ++r) {
-      fetch_codes(after->codes[0], ahead, r, 2 * block);
-      fetch_codes(after->codes[0], ahead, r, 2 * block + 1);
+      for (int64_t r = first; r < first + kCount; ++r) {
+        fetch_line(fetch + r * fetch_row);
+        fetch_line(fetch + r * fetch_row + fetch_line_bytes);
+        char* const to = block_row(out, r);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const int64_t g = group + i * kGroups / 4;
-        const Vf scale = set1(strip->scales[r][g]), offset = mul(scale, set1(zeros ? -strip->zeros[r][g] : -128.f));
-        Vi v = _mm512_setzero_si512();
-        if (i < tiles) {
-          const uint8_t* codes = strip->codes[r] + block * kBlockK + i * 32;
-          const Vf low = fma(codes8(codes), scale, offset), high = fma(codes8(codes + kLanes), scale, offset);
-          v = reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(high, low));
+        for (int i = 0; i < 4; ++i) {
+          const int64_t g = group + i * kGroups / 4;
+          const Vf scale = set1(strip->scales[r][g]), shift = mul(scale, set1(zeros ? -strip->zeros[r][g] : -128.f));
+          Vi v = _mm512_setzero_si512();
+          if (i < tiles) {
+            const uint8_t* codes = strip->codes[r] + offset + i * 32;
+            const Vf low = fma(codes8(codes), scale, shift), high = fma(codes8(codes + kLanes), scale, shift);
+            v = reinterpret_cast<Vi>(_mm512_cvtne2ps_pbh(high, low));
+          }
+          _mm512_store_si512(to + i * kTileBytes, v);
         }
-        _mm512_store_si512(out + i * kTileBytes + r * 64, v);
       }
     }
-  }
+  };
 };
 
 // Any other weight, row by row.
 struct AnyBlocks {
-  static constexpr int64_t kSteps = 4;
+  using Block = AnyBlocks;
   const StripShape& shape;
   const Strip *strip = nullptr, *after = nullptr;
   int64_t block = 0;
 
   explicit AnyBlocks(const StripShape& s) : shape(s) {}
   void place(int64_t q, Strip& to) const {
-    for (int64_t r = 0; r < kTile; ++r) to.rows[r] = shape.row(q, r);
+    for (int64_t r = 0; r < kStripRows; ++r) to.rows[r] = shape.row(q, r);
   }
   void prepare(int64_t, Strip&) const {}
   void begin(const Strip& s) {
@@ -192,11 +214,12 @@ struct AnyBlocks {
     const int64_t k0 = shape.k0 + block * kBlockK, left = shape.k - block * kBlockK, k = left < kBlockK ? left : kBlockK;
     for (int64_t r = first; r < first + kCount; ++r) {
       const int64_t row = strip->rows[r];
+      char* const to = block_row(out, r);
       alignas(64) uint16_t values[kBlockK];
       if (k < kBlockK) __builtin_memset(values, 0, sizeof values);
       if (w.packed) decode_weight_row<DType::bf16>(w, shape.expert, row, k0, k, values);
       else __builtin_memcpy(values, static_cast<const uint16_t*>(w.data) + shape.expert * w.expert_stride + row * w.n_stride + k0, k * 2);
-      for (int i = 0; i < 4; ++i) _mm512_store_si512(out + i * kTileBytes + r * 64, _mm512_load_si512(values + i * 32));
+      for (int i = 0; i < 4; ++i) _mm512_store_si512(to + i * kTileBytes, _mm512_load_si512(values + i * 32));
     }
   }
 };

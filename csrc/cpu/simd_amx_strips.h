@@ -1,15 +1,15 @@
 // Many rows of x times bf16 weights on tdpbf16ps: dense ones, or packed ones rounded once to bf16. Included after simd_amx_blocks.h.
 //
-// Weights are the A operand, x the B operand, packed into tiles. A strip of 16 weight rows meets up to 64 rows of x at once, whose sums stay
-// in tiles over all columns. Each tile of weights is thus loaded once: dense ones where they lie, packed ones from a ring of two blocks, the
-// next of which is decoded between the products of this one. The few instructions of a block of codes fit beside them; more of them than
-// the core can look ahead over would run by turns instead (docs/performance.md).
+// Weights are the A operand, x the B operand, packed into tiles. A strip of 32 weight rows meets two tiles of x at a time, or three, whose sums
+// stay in tiles over all columns: dense weights where they lie, packed ones from a ring of two blocks, the next of which is decoded between
+// the products of this one. More instructions between two products than the core can look ahead over would run by turns instead. Two by two
+// takes one tile load a product, the fewest that eight tiles allow; packed weights are decoded again for every run of x tiles, which costs less
+// than reading them again (docs/performance.md).
 #pragma once
 
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kStripTiles = 4;     // tiles of x beside a strip
 constexpr int64_t kStripX = 512 << 10;  // elements of x in one go: they stay in L2 from strip to strip
 
 bool serves_strips(const Weight& w, DType x) {
@@ -84,118 +84,187 @@ inline void write_sums(const float* sums, float* c, int64_t ldc, int64_t m, int6
   for (int64_t i = 0; i < (m < kTile ? m : kTile); ++i) _mm512_mask_storeu_ps(c + i * ldc, mask, _mm512_load_ps(rows + i * kTile));
 }
 
-// sums of kT tiles += 16 weight rows times kT tiles of x.
-template <int kT>
-inline __attribute__((always_inline)) void multiply_tiles(const char* w, int64_t w_stride, const char* x, int64_t x_block) {
-  _tile_loadd(5, w, w_stride);
-  _tile_loadd(6, x, 64);
-  _tile_dpbf16ps(0, 5, 6);
-  if constexpr (kT > 1) {
+// Sums of 32 weight rows and kT tiles of x += their products over 32 columns, and four parts of other work between them. A tile of sums is
+// numbered as they are multiplied here.
+template <int kT, class Beside>
+inline __attribute__((always_inline)) void multiply_tiles(const char* w, int64_t w_half, int64_t w_stride, const char* x, int64_t x_block,
+                                                          const Beside& beside) {
+  if constexpr (kT == 3) {  // eight tiles are one too few to keep both tiles of weights beside one of x
+    _tile_loadd(6, w, w_stride);
+    _tile_loadd(7, x, 64);
+    _tile_dpbf16ps(0, 6, 7);
+    beside.part(0);
     _tile_loadd(7, x + x_block, 64);
-    _tile_dpbf16ps(1, 5, 7);
-  }
-  if constexpr (kT > 2) {
-    _tile_loadd(6, x + 2 * x_block, 64);
+    _tile_dpbf16ps(1, 6, 7);
+    beside.part(1);
+    _tile_loadd(7, x + 2 * x_block, 64);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_loadd(6, w + w_half, w_stride);
+    _tile_dpbf16ps(5, 6, 7);
+    beside.part(2);
+    _tile_loadd(7, x + x_block, 64);
+    _tile_dpbf16ps(3, 6, 7);
+    beside.part(3);
+    _tile_loadd(7, x, 64);
+    _tile_dpbf16ps(2, 6, 7);
+  } else {
+    _tile_loadd(4, w, w_stride);
+    _tile_loadd(6, x, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    beside.part(0);
+    if constexpr (kT == 2) {
+      _tile_loadd(7, x + x_block, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    beside.part(1);
+    _tile_loadd(5, w + w_half, w_stride);
     _tile_dpbf16ps(2, 5, 6);
-  }
-  if constexpr (kT > 3) {
-    _tile_loadd(7, x + 3 * x_block, 64);
-    _tile_dpbf16ps(3, 5, 7);
+    beside.part(2);
+    if constexpr (kT == 2) _tile_dpbf16ps(3, 5, 7);
+    beside.part(3);
   }
 }
 
-// Sums of kT tiles, from and to memory.
+// The columns in hand of one strip times some tiles of x.
+struct StripStep {
+  const char* x;
+  int64_t x_block;  // bytes from a tile of x to that of the next sixteen rows
+  float* sums;      // of the first sixteen weight rows; those of the others are `half` floats behind them
+  int64_t half;
+  bool first;       // sums begin at zero
+};
+
+// Sums of two times kT tiles, from and to memory.
 template <int kT>
-inline void begin_sums(const float* sums, bool first) {
-  if (first) {
+inline void begin_sums(const StripStep& a) {
+  if (a.first) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
     return;
   }
-  _tile_loadd(0, sums, 64);
-  if constexpr (kT > 1) _tile_loadd(1, sums + 256, 64);
-  if constexpr (kT > 2) _tile_loadd(2, sums + 512, 64);
-  if constexpr (kT > 3) _tile_loadd(3, sums + 768, 64);
+  _tile_loadd(0, a.sums, 64);
+  _tile_loadd(2, a.sums + a.half, 64);
+  if constexpr (kT > 1) {
+    _tile_loadd(1, a.sums + 256, 64);
+    _tile_loadd(3, a.sums + a.half + 256, 64);
+  }
+  if constexpr (kT > 2) {
+    _tile_loadd(4, a.sums + 512, 64);
+    _tile_loadd(5, a.sums + a.half + 512, 64);
+  }
 }
 template <int kT>
-inline void end_sums(float* sums) {
-  _tile_stored(0, sums, 64);
-  if constexpr (kT > 1) _tile_stored(1, sums + 256, 64);
-  if constexpr (kT > 2) _tile_stored(2, sums + 512, 64);
-  if constexpr (kT > 3) _tile_stored(3, sums + 768, 64);
+inline void end_sums(const StripStep& a) {
+  _tile_stored(0, a.sums, 64);
+  _tile_stored(2, a.sums + a.half, 64);
+  if constexpr (kT > 1) {
+    _tile_stored(1, a.sums + 256, 64);
+    _tile_stored(3, a.sums + a.half + 256, 64);
+  }
+  if constexpr (kT > 2) {
+    _tile_stored(4, a.sums + 512, 64);
+    _tile_stored(5, a.sums + a.half + 512, 64);
+  }
+  finish_stores(a.sums);
 }
 
-// The columns in hand of one strip times kT tiles of x.
-struct StripStep {
-  const char* x;
-  int64_t x_block;  // bytes from a tile of x to that of the next sixteen rows
-  float* sums;
-  bool first;       // sums begin at zero
+// Rows of the next block, eight beside each step.
+template <class Block>
+struct DecodeBeside {
+  const Block& block;
+  char* out;
+  int64_t first;
+  inline __attribute__((always_inline)) void part(int i) const { block.template rows<2>(first + 2 * i, out); }
 };
 
 // Packed weights: block by block from the ring, of which `half` is ready, while the next block is decoded; after the last one that is the first
 // block of `after`. Returns the half that is ready then.
 template <int kT, class Blocks>
 inline int64_t multiply_blocks(const StripShape& shape, const StripStep& a, char* ring, int64_t half, Blocks& next, const Strip& after) {
-  begin_sums<kT>(a.sums, a.first);
+  begin_sums<kT>(a);
   for (int64_t b = 0; b < shape.blocks; ++b, half ^= 1) {
-    const char* w = ring + half * kBlockBytes;
-    char* out = ring + (half ^ 1) * kBlockBytes;
+    const char* w = ring + half * kStripBlockBytes;
+    char* out = ring + (half ^ 1) * kStripBlockBytes;
     if (b + 1 < shape.blocks) next.advance();
     else next.begin(after);
-    constexpr int64_t kRows = kTile / Blocks::kSteps;
+    const typename Blocks::Block decoded(next);
     const char* x = a.x + b * kBlockBytes;
-    for (int64_t i = 0; i < Blocks::kSteps; ++i) {
-      multiply_tiles<kT>(w + i * kTileBytes, 64, x + i * kTileBytes, a.x_block);
-      next.template rows<kRows>(kRows * i, out);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < 4; ++i) {
+      const DecodeBeside<typename Blocks::Block> beside{decoded, out, 8 * i};
+      multiply_tiles<kT>(w + i * kTileBytes, kBlockBytes, 64, x + i * kTileBytes, a.x_block, beside);
     }
-    for (int64_t i = Blocks::kSteps; i < 4; ++i) multiply_tiles<kT>(w + i * kTileBytes, 64, x + i * kTileBytes, a.x_block);
     finish_stores(ring);
   }
-  end_sums<kT>(a.sums);
-  finish_stores(a.sums);
+  end_sums<kT>(a);
   return half;
 }
+
+// Lines of dense weights, a row's a step.
+struct FetchBeside {
+  const char* w;
+  const CodesAhead& ahead;
+  int64_t line;
+  inline __attribute__((always_inline)) void part(int i) const {
+#pragma GCC unroll 8
+    for (int64_t r = 8 * i; r < 8 * i + 8; ++r) fetch_codes(reinterpret_cast<const uint8_t*>(w), ahead, r, line);
+  }
+};
 
 // Dense weights, where they lie, and lines to fetch `ahead` of them.
 template <int kT>
 inline void multiply_in_place(const StripShape& shape, const StripStep& a, const char* w, int64_t w_stride, const CodesAhead& ahead) {
-  begin_sums<kT>(a.sums, a.first);
+  begin_sums<kT>(a);
   for (int64_t t = 0; t < shape.k / 32; ++t) {
-    multiply_tiles<kT>(w + t * 64, w_stride, a.x + t * kTileBytes, a.x_block);
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kTile; ++i) fetch_codes(reinterpret_cast<const uint8_t*>(w), ahead, i, t);
+    const FetchBeside beside{w, ahead, t};
+    multiply_tiles<kT>(w + t * 64, kTile * w_stride, w_stride, a.x + t * kTileBytes, a.x_block, beside);
   }
-  end_sums<kT>(a.sums);
-  finish_stores(a.sums);
+  end_sums<kT>(a);
 }
+
+// Runs of up to three tiles of x: pairs, but the first is three where their number is odd.
+struct StripRuns {
+  explicit StripRuns(int64_t tiles) : tiles(tiles), count(tiles == 1 ? 1 : tiles / 2) {}
+  int64_t tiles, count;
+  int64_t first(int64_t g) const { return g == 0 ? 0 : g == count ? tiles : 2 * g + tiles % 2; }
+  int64_t size(int64_t g) const { return first(g + 1) - first(g); }
+};
 
 struct StripSums {
   const ProductArgs& a;
-  int64_t tiles, groups;  // of x: tiles, and runs of up to kStripTiles of them, evenly cut
-  int64_t first_tile(int64_t g) const { return tiles * g / groups; }
-  float* of(int64_t q, int64_t g) const { return static_cast<float*>(a.scratch) + (q * tiles + first_tile(g)) * kTile * kTile; }
+  StripRuns runs;
+  int64_t half() const { return runs.tiles * kTile * kTile; }
+  float* of(int64_t q, int64_t g) const { return static_cast<float*>(a.scratch) + 2 * q * half() + runs.first(g) * kTile * kTile; }
+  StripStep step(const StripShape& shape, int64_t q, int64_t g, const char* x, int64_t x_block) const {
+    return {x + runs.first(g) * x_block, x_block, of(q, g), half(), shape.k0 == 0};
+  }
   void write(const StripShape& shape, int64_t q, int64_t g) const {
-    const int64_t part = q / shape.strips, j = q % shape.strips * kTile;
+    const int64_t part = q / shape.strips, j = q % shape.strips * kStripRows;
     const float* sums = of(q, g);
-    for (int64_t t = first_tile(g); t < first_tile(g + 1); ++t, sums += kTile * kTile)
-      write_sums(sums, a.c + (part * a.m + t * kTile) * a.ldc + j, a.ldc, a.m - t * kTile, shape.rows(q));
+    for (int64_t t = runs.first(g); t < runs.first(g + 1); ++t, sums += kTile * kTile) {
+      float* const c = a.c + (part * a.m + t * kTile) * a.ldc + j;
+      write_sums(sums, c, a.ldc, a.m - t * kTile, shape.rows(q));
+      write_sums(sums + half(), c + kTile, a.ldc, a.m - t * kTile, shape.rows(q) - kTile);
+    }
   }
 };
 
 // The columns in hand of packed weights.
 template <class Blocks>
 void multiply_packed_strips(const StripShape& shape, const StripSums& sums, const char* x, int64_t x_block) {
-  alignas(4096) char ring[2 * kBlockBytes];
+  alignas(4096) char ring[2 * kStripBlockBytes];
   Strip strips[2];
   Blocks next(shape);
   next.place(0, strips[0]);
   next.prepare(0, strips[0]);
   next.after = &strips[0];
   next.begin(strips[0]);
-  for (int64_t r = 0; r < kTile; r += 4) next.template rows<4>(r, ring);
+  const typename Blocks::Block begun(next);
+  for (int64_t r = 0; r < kStripRows; r += 2) begun.template rows<2>(r, ring);
   finish_stores(ring);
   int64_t half = 0;
   const int64_t count = shape.strips * sums.a.parts;
@@ -205,20 +274,18 @@ void multiply_packed_strips(const StripShape& shape, const StripSums& sums, cons
     next.place(q + 1, other);
     if (q + 1 < count) next.prepare(q + 1, other);
     next.after = &other;
-    for (int64_t g = 0; g < sums.groups; ++g) {
-      const Strip& after = g + 1 < sums.groups || q + 1 == count ? strip : other;
-      const StripStep step{x + sums.first_tile(g) * x_block, x_block, sums.of(q, g), shape.k0 == 0};
-      const int64_t tiles = sums.first_tile(g + 1) - sums.first_tile(g);
-      if (tiles == 1) half = multiply_blocks<1>(shape, step, ring, half, next, after);
-      else if (tiles == 2) half = multiply_blocks<2>(shape, step, ring, half, next, after);
-      else if (tiles == 3) half = multiply_blocks<3>(shape, step, ring, half, next, after);
-      else half = multiply_blocks<4>(shape, step, ring, half, next, after);
+    for (int64_t g = 0; g < sums.runs.count; ++g) {
+      const Strip& after = g + 1 < sums.runs.count || q + 1 == count ? strip : other;
+      const StripStep step = sums.step(shape, q, g, x, x_block);
+      if (sums.runs.size(g) == 1) half = multiply_blocks<1>(shape, step, ring, half, next, after);
+      else if (sums.runs.size(g) == 2) half = multiply_blocks<2>(shape, step, ring, half, next, after);
+      else half = multiply_blocks<3>(shape, step, ring, half, next, after);
       if (shape.ends) sums.write(shape, q, g);
     }
   }
 }
 
-// Those of dense ones in whole tiles.
+// Those of dense ones in whole strips.
 void multiply_dense_strips(const StripShape& shape, const StripSums& sums, const char* x, int64_t x_block) {
   const Weight& w = *shape.weight;
   const int64_t row_bytes = w.n_stride * 2, stride = shape.step * row_bytes, count = shape.strips * sums.a.parts;
@@ -227,14 +294,12 @@ void multiply_dense_strips(const StripShape& shape, const StripSums& sums, const
   for (int64_t q = 0; q < count; ++q) {
     const char* const from = rows + shape.row(q, 0) * row_bytes;
     const int64_t next = (shape.row(q + 1, 0) - shape.row(q, 0)) * row_bytes;
-    const CodesAhead ahead = in_order ? CodesAhead{next, 64, kTile * 64} : CodesAhead{next, stride, 64};
-    for (int64_t g = 0; g < sums.groups; ++g) {
-      const StripStep step{x + sums.first_tile(g) * x_block, x_block, sums.of(q, g), shape.k0 == 0};
-      const int64_t tiles = sums.first_tile(g + 1) - sums.first_tile(g);
-      if (tiles == 1) multiply_in_place<1>(shape, step, from, stride, ahead);
-      else if (tiles == 2) multiply_in_place<2>(shape, step, from, stride, ahead);
-      else if (tiles == 3) multiply_in_place<3>(shape, step, from, stride, ahead);
-      else multiply_in_place<4>(shape, step, from, stride, ahead);
+    const CodesAhead ahead = in_order ? CodesAhead{next, 64, kStripRows * 64} : CodesAhead{next, stride, 64};
+    for (int64_t g = 0; g < sums.runs.count; ++g) {
+      const StripStep step = sums.step(shape, q, g, x, x_block);
+      if (sums.runs.size(g) == 1) multiply_in_place<1>(shape, step, from, stride, ahead);
+      else if (sums.runs.size(g) == 2) multiply_in_place<2>(shape, step, from, stride, ahead);
+      else multiply_in_place<3>(shape, step, from, stride, ahead);
       if (shape.ends) sums.write(shape, q, g);
     }
   }
@@ -256,12 +321,12 @@ void multiply_byte_strips(const StripShape& shape, const StripSums& sums, const 
 void multiply_strips(const ProductArgs& a) {
   const Weight& w = *a.weight;
   const int64_t tiles = (a.m + kTile - 1) / kTile, columns = strip_columns(w, a.m), after = a.row0[0] + a.n * a.step;
-  const StripSums sums{a, tiles, (tiles + kStripTiles - 1) / kStripTiles};
-  const bool in_place = !w.packed && w.k % 32 == 0 && a.n % kTile == 0;
+  const StripSums sums{a, StripRuns(tiles)};
+  const bool in_place = !w.packed && w.k % 32 == 0 && a.n % kStripRows == 0;
   const char* x = static_cast<const char*>(a.packed_x);
   for (int64_t k0 = 0; k0 < w.k; k0 += columns) {
     const int64_t k = w.k - k0 < columns ? w.k - k0 : columns, blocks = (k + kBlockK - 1) / kBlockK;
-    const StripShape shape{&w, a.expert, {a.row0[0], a.parts > 1 ? a.row0[1] : after, after}, a.step, a.n, (a.n + kTile - 1) / kTile,
+    const StripShape shape{&w, a.expert, {a.row0[0], a.parts > 1 ? a.row0[1] : after, after}, a.step, a.n, (a.n + kStripRows - 1) / kStripRows,
                            k0, k, blocks, k0 + k == w.k};
     const int64_t x_block = blocks * kBlockBytes;
     if (in_place) multiply_dense_strips(shape, sums, x, x_block);
