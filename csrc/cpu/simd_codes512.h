@@ -59,16 +59,16 @@ inline __attribute__((always_inline)) void fetch_codes(const uint8_t* first_row,
 struct CodesStep {
   const uint8_t* rows[kCodesRows];
   int64_t row, columns;  // the first row, and how many of the four there are
-  float* c;              // of the first row of x
+  float* c;              // of the first of the rows of x in hand
 };
 
-inline CodesStep codes_step(const ProductArgs& a, int64_t step, int64_t steps_of_part) {
+inline CodesStep codes_step(const ProductArgs& a, int64_t first, int64_t step, int64_t steps_of_part) {
   const Weight& w = *a.weight;
   const int64_t part = step / steps_of_part, j = step % steps_of_part * kCodesRows;
   CodesStep s;
   s.columns = a.n - j < kCodesRows ? a.n - j : kCodesRows;
   s.row = a.row0[part] + j * a.step;
-  s.c = a.c + part * a.m * a.ldc + j;
+  s.c = a.c + (part * a.m + first) * a.ldc + j;
   const uint8_t* codes = static_cast<const uint8_t*>(w.data) + a.expert * w.expert_stride;
   for (int64_t r = 0; r < kCodesRows; ++r) s.rows[r] = codes + (s.row + (r < s.columns ? r : s.columns - 1) * a.step) * w.n_stride;
   return s;
@@ -88,12 +88,12 @@ inline int64_t bytes_in_order(const Weight& w, int64_t step) {
   return step == 1 || rows == 0 ? kAhead : rows * step * w.n_stride;
 }
 
-// `Way` multiplies kCodesRows rows of codes, Way::kSide at a time, by Way::kRows rows of x, with what it has made of their scales and zero points in
-// Way::Values.
+// `Way` multiplies kCodesRows rows of codes, Way::kSide at a time, by rows first.. first + Way::kRows of x, with what it has made of their scales
+// and zero points in Way::Values.
 template <class Way>
-void multiply_codes(const ProductArgs& a) {
+void multiply_codes(const ProductArgs& a, int64_t first) {
   const Weight& w = *a.weight;
-  const Way way(a);
+  const Way way(a, first);
   typename Way::Values values[2];
   const auto load = [&](const CodesStep& s, typename Way::Values& to) {
     for (int64_t r = 0, row = s.row; r < s.columns; ++r, row += a.step)
@@ -103,10 +103,10 @@ void multiply_codes(const ProductArgs& a) {
   // Codes are fetched about 4 KB before they are read, steps ahead, or in long rows further on in the same row: hardware prefetchers know
   // nothing of the second part. Scales are brought in one step ahead.
   const int64_t step_bytes = kCodesRows * w.n_stride, steps_ahead = step_bytes <= 8192 ? (4095 + step_bytes) / step_bytes : 0;
-  CodesStep step = codes_step(a, 0, steps_of_part);
+  CodesStep step = codes_step(a, first, 0, steps_of_part);
   load(step, values[0]);
   for (int64_t i = 0; i < steps; ++i) {
-    const CodesStep next = codes_step(a, i + 1 < steps ? i + 1 : i, steps_of_part);
+    const CodesStep next = codes_step(a, first, i + 1 < steps ? i + 1 : i, steps_of_part);
     load(next, values[(i + 1) & 1]);
     const int64_t bytes = Way::kSide == 1   ? bytes_in_order(w, a.step)
                           : steps_ahead > 0 ? (row_of_step(a, i + steps_ahead, steps_of_part) - step.row) * w.n_stride

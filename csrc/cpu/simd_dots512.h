@@ -32,7 +32,7 @@ class Dots {
     alignas(64) uint32_t zeros[kCodesRows * kCodesUnits + kLanes];  // in each byte
   };
 
-  explicit Dots(const ProductArgs& a)
+  Dots(const ProductArgs& a, int64_t /*first*/)
       : w_(*a.weight),
         x_(static_cast<const uint16_t*>(a.packed_x)),
         units_(w_),
@@ -84,8 +84,8 @@ class Dots {
 };
 
 void multiply_dots(const ProductArgs& a) {
-  if (a.weight->zeros != nullptr) multiply_codes<Dots<true>>(a);
-  else multiply_codes<Dots<false>>(a);
+  if (a.weight->zeros != nullptr) multiply_codes<Dots<true>>(a, 0);
+  else multiply_codes<Dots<false>>(a, 0);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One or a few rows of bf16 or fp16 x times canonical codes where they lie, in integers (vpdpbusd). Included after simd_codes512.h.
+// Rows of bf16 or fp16 x, up to four at a time, times canonical codes where they lie, in integers (vpdpbusd). Included after simd_codes512.h.
 //
 // x is fixed point of 16 bits with a scale for each unit (CodesUnits): exact within 2^-7 (fp16: 2^-4) of the largest there, and off by at
 // most 2^-16 of it below. Two signed bytes each, high and low limbs, the numbers meet codes as unsigned bytes: int4 takes a mask and a shift
@@ -9,7 +9,7 @@
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kLimbRows = 4;             // rows of x
+constexpr int64_t kLimbRows = 4;             // rows of x at a time
 constexpr float kLimbLargest = 127 * 256;    // of a number of two signed bytes
 constexpr float kLimbHuge = 0x1p100f, kLimbTiny = 0x1p-80f;  // of a row's largest: beyond these, scales might not keep its numbers
 
@@ -82,7 +82,7 @@ void pack_limbs(const Weight& w, const CodesUnits& units, const PackXArgs& a, co
   }
 }
 
-bool serves_limbs(const Weight& w, DType x, int64_t m) { return x != DType::f32 && m <= kLimbRows && serves_codes(w); }
+bool serves_limbs(const Weight& w, DType x) { return x != DType::f32 && serves_codes(w); }
 
 // For each row its blocks, its units' scales, and the sums of their numbers.
 size_t limb_row_bytes(const Weight& w) { return static_cast<size_t>(w.k / kCodesBlock) * sizeof(LimbBlock) + CodesUnits(w).stride * 8; }
@@ -128,7 +128,8 @@ class Limbs {
     alignas(64) float scales[kM][kCodesRows][kCodesUnits + kLanes];  // of weights times those of x; a vector may begin with the last one
   };
 
-  explicit Limbs(const ProductArgs& a) : w_(*a.weight), units_(w_), x_(static_cast<const char*>(a.packed_x)), x_row_(limb_row_bytes(w_)) {
+  Limbs(const ProductArgs& a, int64_t first)
+      : w_(*a.weight), units_(w_), x_(static_cast<const char*>(a.packed_x) + first * limb_row_bytes(w_)), x_row_(limb_row_bytes(w_)) {
     lane_unit_ = unit_of_lanes(kBits == 4 ? units_.per_block : units_.per_block / 2);
     for (int64_t u = 0; u < units_.stride; ++u)
       group_after_[u] = u < units_.count ? static_cast<uint32_t>(u / units_.per_group - u / kLanes * kLanes / units_.per_group) : 0;
@@ -228,10 +229,11 @@ class Limbs {
 
 template <int kBits, bool kWhole>
 void multiply_limbs_as(const ProductArgs& a) {
-  if (a.m == 1) return multiply_codes<Limbs<kBits, kWhole, 1>>(a);
-  if (a.m == 2) return multiply_codes<Limbs<kBits, kWhole, 2>>(a);
-  if (a.m == 3) return multiply_codes<Limbs<kBits, kWhole, 3>>(a);
-  multiply_codes<Limbs<kBits, kWhole, 4>>(a);
+  int64_t first = 0;
+  for (; a.m - first >= kLimbRows; first += kLimbRows) multiply_codes<Limbs<kBits, kWhole, kLimbRows>>(a, first);
+  if (a.m - first == 3) multiply_codes<Limbs<kBits, kWhole, 3>>(a, first);
+  else if (a.m - first == 2) multiply_codes<Limbs<kBits, kWhole, 2>>(a, first);
+  else if (a.m - first == 1) multiply_codes<Limbs<kBits, kWhole, 1>>(a, first);
 }
 
 void multiply_limbs(const ProductArgs& a) {

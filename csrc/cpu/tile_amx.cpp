@@ -226,7 +226,7 @@ int64_t most_limb_rows(const Weight& w, DType x, const CodesUnits& units) {
 Way way_of(const Weight& w, DType x, int64_t m) {
   if (serves_codes(w)) {
     const CodesUnits units(w);
-    if (m <= vector_rows(w, units) && serves_limbs(w, x, m)) return Way::limbs;
+    if (m <= vector_rows(w, units) && serves_limbs(w, x)) return Way::limbs;
     if (m <= most_limb_rows(w, x, units) && serves_limb_tiles(w, x)) return Way::limb_tiles;
   }
   const int64_t few = strip_groups(w) ? kExactFewRows : kInPlaceRows;

@@ -24,20 +24,20 @@ size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(m 
 
 void pack_x_bf16(const PackXArgs& a) { pack_rows_bf16(a, round_up_to(a.k, kKMultiple), static_cast<uint16_t*>(a.out)); }
 
-// A few rows of x, from the codes where they lie: bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers.
-bool serves_few(const Weight& w, DType x, int64_t m) { return serves_limbs(w, x, m) || serves_dots(w, x, m); }
+// From the codes where they lie: rows of bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers.
+bool serves_codes_of(const Weight& w, DType x, int64_t m) { return serves_limbs(w, x) || serves_dots(w, x, m); }
 
-size_t packed_x_bytes_few(const Weight& w, DType x, int64_t m) {
+size_t packed_x_bytes_codes(const Weight& w, DType x, int64_t m) {
   return x != DType::f32 ? packed_x_bytes_limbs(w, m) : packed_x_bytes_dots(w);
 }
 
-bool pack_x_few(const Weight& w, const PackXArgs& a) {
+bool pack_x_codes(const Weight& w, const PackXArgs& a) {
   if (a.dtype != DType::f32) return pack_x_limbs(w, a);
   pack_x_dots(w, a);
   return true;
 }
 
-void multiply_few(const ProductArgs& a) {
+void multiply_codes_of(const ProductArgs& a) {
   if (a.dtype != DType::f32) multiply_limbs(a);
   else multiply_dots(a);
 }
@@ -46,7 +46,7 @@ const TileTable kTable = {"avx512",
                           kKMultiple,
                           {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
                           {packed_x_bytes_bf16, pack_x_bf16, load_panel_as<DType::bf16>, gemm_dot<DotBf16, kKMultiple>},
-                          {serves_few, packed_x_bytes_few, pack_x_few, multiply_few},
+                          {serves_codes_of, packed_x_bytes_codes, pack_x_codes, multiply_codes_of},
                           activate,
                           combine,
                           dequantize_row,
