@@ -14,6 +14,7 @@ namespace {
 using Vf = __m256;   // fp32 lanes
 using Vi = __m256i;  // int32 lanes
 constexpr int64_t kLanes = 8;
+constexpr int kRegisters = 16;
 constexpr int kRowsPerBlock = 3;  // rows of x that share one pass over four weight rows: 12 sums in 16 registers
 
 inline Vf zero() { return _mm256_setzero_ps(); }
@@ -46,6 +47,19 @@ inline Vf load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
 inline Vf load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+// The numbers at even and at odd places of 2 * kLanes bf16 numbers; kMask: whether there is a register for a mask, which else takes two shifts.
+inline Vf even_bf16(const char* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16)); }
+template <bool kMask>
+inline Vf odd_bf16(const char* p) {
+  const Vi pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  if constexpr (kMask) return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(pairs, 16), 16));
+}
+// Of two vectors of numbers, one behind the other.
+inline Vf in_order(Vf pairs) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(pairs), 0xd8)); }
+inline Vf even_lanes(Vf a, Vf b) { return in_order(_mm256_shuffle_ps(a, b, 0x88)); }
+inline Vf odd_lanes(Vf a, Vf b) { return in_order(_mm256_shuffle_ps(a, b, 0xdd)); }
 
 // fp32 to bf16 bits in the low half of each lane: nearest, ties to even; NaN stays NaN (quiet).
 inline Vi bf16_bits(Vf a) {

@@ -13,6 +13,7 @@ namespace {
 using Vf = __m512;   // fp32 lanes
 using Vi = __m512i;  // int32 lanes
 constexpr int64_t kLanes = 16;
+constexpr int kRegisters = 32;
 constexpr int kRowsPerBlock = 4;  // rows of x that share one pass over four weight rows: 16 sums in 32 registers
 
 inline Vf zero() { return _mm512_setzero_ps(); }
@@ -47,6 +48,20 @@ inline Vf load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
 inline Vf load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+// The numbers at even and at odd places of 2 * kLanes bf16 numbers.
+inline Vf even_bf16(const char* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+template <bool kMask>
+inline Vf odd_bf16(const char* p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+// Of two vectors of numbers, one behind the other.
+inline Vf even_lanes(Vf a, Vf b) {
+  return _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30), b);
+}
+inline Vf odd_lanes(Vf a, Vf b) {
+  return _mm512_permutex2var_ps(a, _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), b);
+}
 
 // Nearest, ties to even; NaN stays NaN (quiet). Not vcvtneps2bf16: that flushes subnormal numbers to zero.
 inline Vi bf16_bits(Vf a) {

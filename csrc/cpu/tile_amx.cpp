@@ -20,6 +20,7 @@
 #include "simd_split512.h"
 #include "simd_codes512.h"
 #include "simd_limbs512.h"
+#include "simd_dense.h"
 #include "simd_amx_tiles.h"
 #include "simd_amx_codes.h"
 #include "simd_amx_limbs.h"
@@ -209,8 +210,8 @@ void gemm_amx(const GemmArgs& a) {
 }
 
 // Which way m rows go, by what was measured (docs/performance.md). A few rows of bf16 or fp16 x go in integers, on vectors or on tiles; more of
-// bf16 meet strips of rounded weights; what rounding may not touch multiplies exact codes.
-enum class Way { none, limbs, limb_tiles, exact, strips };
+// bf16 meet strips of rounded weights; what rounding may not touch multiplies exact codes, or dense weights in fp32.
+enum class Way { none, limbs, limb_tiles, exact, dense, strips };
 constexpr int64_t kExactFewRows = 8;   // by exact codes where strips decode blocks
 constexpr int64_t kAnyRows = int64_t{1} << 40;
 constexpr int64_t kInPlaceRows = 32;   // and where they decode rows, or read dense weights
@@ -224,6 +225,7 @@ int64_t most_limb_rows(const Weight& w, DType x, const CodesUnits& units) {
 }
 
 Way way_of(const Weight& w, DType x, int64_t m) {
+  if (serves_dense(w) && (x != DType::bf16 || w.dtype != DType::bf16)) return Way::dense;
   if (serves_codes(w)) {
     const CodesUnits units(w);
     if (m <= vector_rows(w, units) && serves_limbs(w, x)) return Way::limbs;
@@ -241,6 +243,7 @@ size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
     case Way::limbs: return packed_x_bytes_limbs(w, m);
     case Way::limb_tiles: return packed_x_bytes_limb_tiles(w, m);
     case Way::exact: return packed_x_bytes_exact(w, x, m);
+    case Way::dense: return packed_dense_x_bytes(w, m);
     default: return packed_x_bytes_strips(w, m);
   }
 }
@@ -250,6 +253,7 @@ bool pack_x(const Weight& w, const PackXArgs& a) {
     case Way::limbs: return pack_x_limbs(w, a);
     case Way::limb_tiles: return pack_x_limb_tiles(w, a);
     case Way::exact: pack_x_exact(w, a); return true;
+    case Way::dense: pack_dense_x(w, a); return true;
     default: pack_x_strips(w, a); return true;
   }
 }
@@ -259,6 +263,7 @@ void multiply(const ProductArgs& a) {
     case Way::limbs: return multiply_limbs(a);
     case Way::limb_tiles: return multiply_limb_tiles(a);
     case Way::exact: return multiply_exact(a);
+    case Way::dense: return multiply_dense(a);
     default: return multiply_strips(a);
   }
 }

@@ -11,7 +11,7 @@
 #include "simd_tile.h"
 #include "simd_fixed256.h"
 #include "simd_panels256.h"
-#include "simd_dense256.h"
+#include "simd_dense.h"
 
 namespace int4_emu::cpu {
 namespace {

@@ -15,6 +15,7 @@
 #include "simd_codes512.h"
 #include "simd_dots512.h"
 #include "simd_limbs512.h"
+#include "simd_dense.h"
 
 namespace int4_emu::cpu {
 namespace {
@@ -24,21 +25,29 @@ size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(m 
 
 void pack_x_bf16(const PackXArgs& a) { pack_rows_bf16(a, round_up_to(a.k, kKMultiple), static_cast<uint16_t*>(a.out)); }
 
-// From the codes where they lie: rows of bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers.
-bool serves_codes_of(const Weight& w, DType x, int64_t m) { return serves_limbs(w, x) || serves_dots(w, x, m); }
+// Packed weights meet rows of bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers; dense ones meet a few rows in fp32, and any number
+// where that is the compute type. vdpbf16ps does half as much as fp32's multiply-adds on Intel and twice as much on AMD; few rows wait for memory.
+constexpr int64_t kDenseRows = 32;
 
-size_t packed_x_bytes_codes(const Weight& w, DType x, int64_t m) {
+bool serves(const Weight& w, DType x, int64_t m) {
+  if (w.packed) return serves_limbs(w, x) || serves_dots(w, x, m);
+  return serves_dense(w) && (m <= kDenseRows || x != DType::bf16 || w.dtype != DType::bf16);
+}
+
+size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
+  if (!w.packed) return packed_dense_x_bytes(w, m);
   return x != DType::f32 ? packed_x_bytes_limbs(w, m) : packed_x_bytes_dots(w);
 }
 
-bool pack_x_codes(const Weight& w, const PackXArgs& a) {
-  if (a.dtype != DType::f32) return pack_x_limbs(w, a);
-  pack_x_dots(w, a);
+bool pack_x(const Weight& w, const PackXArgs& a) {
+  if (w.packed && a.dtype != DType::f32) return pack_x_limbs(w, a);
+  w.packed ? pack_x_dots(w, a) : pack_dense_x(w, a);
   return true;
 }
 
-void multiply_codes_of(const ProductArgs& a) {
-  if (a.dtype != DType::f32) multiply_limbs(a);
+void multiply(const ProductArgs& a) {
+  if (!a.weight->packed) multiply_dense(a);
+  else if (a.dtype != DType::f32) multiply_limbs(a);
   else multiply_dots(a);
 }
 
@@ -46,7 +55,7 @@ const TileTable kTable = {"avx512",
                           kKMultiple,
                           {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
                           {packed_x_bytes_bf16, pack_x_bf16, load_panel_as<DType::bf16>, gemm_dot<DotBf16, kKMultiple>},
-                          {serves_codes_of, packed_x_bytes_codes, pack_x_codes, multiply_codes_of},
+                          {serves, packed_x_bytes, pack_x, multiply},
                           activate,
                           combine,
                           dequantize_row,

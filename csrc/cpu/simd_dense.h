@@ -1,19 +1,19 @@
-// Products of dense weights where they lie, 256 bits wide: bf16 and fp16 become fp32 in registers. Included after simd_tile.h.
+// Products of dense weights where they lie: bf16 and fp16 become fp32 in registers. Included after simd_tile.h.
 //
-// A step is 16 columns: two vectors of fp32. Of bf16 they are the even and the odd columns, a shift and a mask away from one load; x is
-// packed in the same order once.
+// A step is two vectors of fp32. Of bf16 they are the even and the odd columns, a shift and a mask away from one load; x is packed in the same
+// order once.
 #pragma once
 
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kStep = 16;
+constexpr int64_t kStep = 2 * kLanes;
 // Columns whose sums are added up in registers. The same for every number of rows, so that no result depends on it.
 constexpr int64_t kDepth = 1024;
 constexpr int kGroupRows = 6;  // rows of x that share a pass over the weights
 // Rows of weights that all rows of x meet before the next. Few rows of x ask memory for the weights, which come best in their order; many
 // ask the caches for x.
-constexpr int64_t strip_rows(int64_t m) { return m <= 2 ? 4 : m <= 24 ? 6 : 12; }
+constexpr int64_t strip_rows(int64_t m) { return m <= 2 ? 4 : m <= 24 ? (kRegisters == 16 ? 6 : 8) : 12; }
 
 bool serves_dense(const Weight& w) { return !w.packed && w.k_stride == 1 && w.k > 0; }
 
@@ -23,7 +23,7 @@ inline int64_t dense_group_begin(int64_t m, int64_t g) { return m * g / dense_gr
 
 size_t packed_dense_x_bytes(const Weight& w, int64_t m) { return static_cast<size_t>(m * round_up_to(w.k, kStep)) * 4; }
 
-// [group][step][2][row of the group][8], zeros beyond k: a pass reads one run. Rows a power of two apart would fight for the same sets of L1.
+// [group][step][2][row of the group][kLanes], zeros beyond k: a pass reads one run. Rows a power of two apart would fight for the same sets of L1.
 template <DType D>
 void pack_dense_x_of(const Weight& w, const PackXArgs& a) {
   const int64_t width = round_up_to(a.k, kStep);
@@ -35,9 +35,9 @@ void pack_dense_x_of(const Weight& w, const PackXArgs& a) {
       for (int64_t p = 0; p < width; p += kStep) {
         Vf low = x_vector<D>(a, row, first + i, p), high = p + kLanes < a.k ? x_vector<D>(a, row, first + i, p + kLanes) : zero();
         if (w.dtype == DType::bf16) {
-          const auto every_other = [&](__m256 pairs) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(pairs), 0xd8)); };
-          const Vf even = every_other(_mm256_shuffle_ps(low, high, 0x88)), odd = every_other(_mm256_shuffle_ps(low, high, 0xdd));
-          low = even, high = odd;
+          const Vf even = even_lanes(low, high);
+          high = odd_lanes(low, high);
+          low = even;
         }
         float* to = out + p * rows + i * kLanes;
         store(to, low);
@@ -57,17 +57,15 @@ void pack_dense_x(const Weight& w, const PackXArgs& a) {
 template <DType W, bool kRegister>
 inline Vf dense_half(const char* step, int h) {
   if constexpr (W != DType::bf16) return load_as<W>(step, h * kLanes);
-  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(step));
-  if (h == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  if constexpr (kRegister) return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(pairs, 16), 16));
+  if (h == 0) return even_bf16(step);
+  return odd_bf16<kRegister>(step);
 }
 
 // sums += N rows of weights times M rows of x, `steps` steps of them. With kAhead each step fetches what lies `ahead` bytes from it.
 template <DType W, int M, int N, bool kAhead>
 inline void add_steps(const char* const (&rows)[N], const float* x, int64_t steps, int64_t ahead, Vf (&sums)[M][N]) {
   constexpr int64_t kStepBytes = kStep * kBytes<W>;
-  constexpr bool kRegister = M * N + N + 2 < 16;
+  constexpr bool kRegister = M * N + N + 2 < kRegisters;
   for (int64_t p = 0; p < steps * kStepBytes; p += kStepBytes) {
     if constexpr (kAhead) {
 #pragma GCC unroll 4
@@ -82,7 +80,7 @@ inline void add_steps(const char* const (&rows)[N], const float* x, int64_t step
       for (int i = 0; i < M; ++i) {
         Vf xi = load(x + i * kLanes);
         // In a register: as an operand of several multiply-adds it would be loaded as many times.
-        __asm__("" : "+x"(xi));
+        __asm__("" : "+v"(xi));
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) sums[i][j] = fma(xi, weights[j], sums[i][j]);
       }
@@ -104,7 +102,7 @@ void dense_block(const char* row, int64_t row_bytes, const float* x, int64_t k, 
   const int64_t whole = k / kStep;
   add_steps<W, M, N, kAhead>(rows, x, whole, ahead, sums);
   if (const int64_t rest = k - whole * kStep; __builtin_expect(rest > 0, 0)) {
-    alignas(32) char copies[N][kStep * kBytes<W>] = {};
+    alignas(64) char copies[N][kStep * kBytes<W>] = {};
 #pragma GCC unroll 4
     for (int j = 0; j < N; ++j) {
       __builtin_memcpy(copies[j], rows[j] + whole * kStep * kBytes<W>, rest * kBytes<W>);
@@ -121,7 +119,7 @@ void dense_block(const char* row, int64_t row_bytes, const float* x, int64_t k, 
 
 // Rows of weights that meet M rows of x at a time: enough sums to hide their latency, and no more than registers hold.
 template <int M>
-constexpr int kBlockRows = M <= 2 ? 4 : M == 3 ? 3 : 2;
+constexpr int kBlockRows = M <= 2 || kRegisters > 16 ? 4 : M == 3 ? 3 : 2;
 
 // What a strip of n rows of weights needs: c[0..M)[0..n) (+)= their product, as above.
 template <DType W, int M, bool kAhead>
