@@ -17,6 +17,7 @@ constexpr int64_t kLanes = 8;
 constexpr int kRegisters = 16;
 constexpr int kRowsPerBlock = 3;  // rows of x that share one pass over four weight rows: 12 sums in 16 registers
 
+inline __attribute__((always_inline)) void keep_in_register(Vf& a) { __asm__("" : "+x"(a)); }
 inline Vf zero() { return _mm256_setzero_ps(); }
 inline Vf set1(float a) { return _mm256_set1_ps(a); }
 inline Vf load(const float* p) { return _mm256_loadu_ps(p); }

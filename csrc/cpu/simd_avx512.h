@@ -16,6 +16,11 @@ constexpr int64_t kLanes = 16;
 constexpr int kRegisters = 32;
 constexpr int kRowsPerBlock = 4;  // rows of x that share one pass over four weight rows: 16 sums in 32 registers
 
+inline __attribute__((always_inline)) void keep_in_register([[maybe_unused]] Vf& a) {
+#if !defined(INT4_EMU_EMULATED)  // by the tests' emulated_avx512.h
+  __asm__("" : "+v"(a));
+#endif
+}
 inline Vf zero() { return _mm512_setzero_ps(); }
 inline Vf set1(float a) { return _mm512_set1_ps(a); }
 inline Vf load(const float* p) { return _mm512_loadu_ps(p); }

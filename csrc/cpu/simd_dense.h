@@ -79,8 +79,7 @@ inline void add_steps(const char* const (&rows)[N], const float* x, int64_t step
 #pragma GCC unroll 6
       for (int i = 0; i < M; ++i) {
         Vf xi = load(x + i * kLanes);
-        // In a register: as an operand of several multiply-adds it would be loaded as many times.
-        __asm__("" : "+v"(xi));
+        keep_in_register(xi);  // as an operand of several multiply-adds it would be loaded as many times
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) sums[i][j] = fma(xi, weights[j], sums[i][j]);
       }

@@ -143,6 +143,11 @@ template <class L>
 inline typename L::Vector permutexvar(L index, L table) {
   return map<L>(index, [&](auto i) { return table.lane[i % L::kCount]; });
 }
+inline __m512 permutex2var_ps(F32 a, U32 index, F32 b) {
+  F32 out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = (index.lane[i] & 16 ? b : a).lane[index.lane[i] & 15];
+  return out;
+}
 inline __m512 permutexvar_ps(U32 index, F32 table) {
   return map<F32>(index, [&](uint32_t i) { return table.lane[i % 16]; });
 }
@@ -307,6 +312,7 @@ inline void tile_multiply_bytes(int sums, int a, int b) {
 
 }  // namespace emulated
 
+#define INT4_EMU_EMULATED
 #define __AVX512F__ 1
 #define __AVX512BW__ 1
 #define __AVX512DQ__ 1
@@ -383,6 +389,7 @@ inline void tile_multiply_bytes(int sums, int a, int b) {
 #define _mm512_setzero_ps() emulated::set1_ps(0.f)
 #define _mm512_setzero_si512() emulated::set1_epi32(0)
 #define _mm512_permutexvar_ps(i, t) emulated::permutexvar_ps(i, t)
+#define _mm512_permutex2var_ps(a, i, b) emulated::permutex2var_ps(a, i, b)
 #define _mm512_mask_permutexvar_epi16(a, m, i, t) emulated::masked_permutexvar_epi16(a, m, i, t)
 #define _mm512_permutexvar_epi16(i, t) emulated::permutexvar<emulated::U16>(i, t)
 #define _mm512_permutexvar_epi32(i, t) emulated::permutexvar<emulated::U32>(i, t)
