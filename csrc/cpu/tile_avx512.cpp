@@ -26,7 +26,7 @@ size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(m 
 void pack_x_bf16(const PackXArgs& a) { pack_rows_bf16(a, round_up_to(a.k, kKMultiple), static_cast<uint16_t*>(a.out)); }
 
 // Packed weights meet rows of bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers; dense ones meet a few rows in fp32, and any number
-// where that is the compute type. vdpbf16ps does half as much as fp32's multiply-adds on Intel and twice as much on AMD; few rows wait for memory.
+// where that is the compute type. On Intel vdpbf16ps does half as much as fp32's multiply-adds; few rows wait for memory anywhere.
 constexpr int64_t kDenseRows = 32;
 
 bool serves(const Weight& w, DType x, int64_t m) {
