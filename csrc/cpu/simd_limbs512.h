@@ -131,6 +131,7 @@ class Limbs {
   Limbs(const ProductArgs& a, int64_t first)
       : w_(*a.weight), units_(w_), x_(static_cast<const char*>(a.packed_x) + first * limb_row_bytes(w_)), x_row_(limb_row_bytes(w_)) {
     lane_unit_ = unit_of_lanes(kBits == 4 ? units_.per_block : units_.per_block / 2);
+    if (units_.per_group == 1) return;
     for (int64_t u = 0; u < units_.stride; ++u)
       group_after_[u] = u < units_.count ? static_cast<uint32_t>(u / units_.per_group - u / kLanes * kLanes / units_.per_group) : 0;
   }
@@ -224,7 +225,7 @@ class Limbs {
   const char* x_;
   const int64_t x_row_;
   Vi lane_unit_;  // of a vector, from its first one
-  alignas(64) uint32_t group_after_[kCodesUnits];  // of a unit, from the group of the first of sixteen
+  alignas(64) uint32_t group_after_[kCodesUnits];  // of a unit of a larger group, from the group of the first of sixteen
 };
 
 template <int kBits, bool kWhole>

@@ -83,7 +83,7 @@ class _Overriding:
             method = cast(Any, super()).get_quant_method(layer, prefix)
             if dtype not in supported:
                 raise TypeError(f"{dtype} is none of {supported}")
-            if lacks := _missing_op(layer):
+            if lacks := _lacks(layer, dtype):
                 raise NotImplementedError(lacks)
         except Exception as error:
             if _asks_for_kernel(layer):
@@ -100,12 +100,14 @@ def _asks_for_kernel(layer: torch.nn.Module) -> bool:
     return isinstance(layer, RoutedExperts) and layer.moe_config.moe_backend not in ("auto", "emulation")
 
 
-def _missing_op(layer: torch.nn.Module) -> str | None:
-    """What vLLM's build for this CPU lacks for a layer: it finds out only when the layer runs."""
+def _lacks(layer: torch.nn.Module, dtype: torch.dtype) -> str | None:
+    """What vLLM's build for this CPU lacks for a layer and its activations: it finds out only when the layer runs."""
     if not current_platform.is_cpu():
         return None
     name = "convert_weight_packed_scale_zp" if isinstance(layer, RoutedExperts) else "cpu_gemm_wna16"
-    return None if hasattr(torch.ops._C, name) else f"its build for this CPU has no {name}"
+    if not hasattr(torch.ops._C, name):
+        return f"its build for this CPU has no {name}"
+    return "its int4 kernels for CPUs take no float32" if dtype == torch.float32 else None
 
 
 def _watch_creation(method: Any, ours: Int4EmuConfig, prefix: str) -> None:
