@@ -4,7 +4,7 @@
 // stay in tiles over all columns: dense weights where they lie, packed ones from a ring of two blocks, the next of which is decoded between
 // the products of this one. More instructions between two products than the core can look ahead over would run by turns instead. Two by two
 // takes one tile load a product, the fewest that eight tiles allow; packed weights are decoded again for every run of x tiles, which costs less
-// than reading them again (docs/performance.md).
+// than keeping them decoded in L2 (docs/performance.md).
 #pragma once
 
 namespace int4_emu::cpu {

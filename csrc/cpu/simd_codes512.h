@@ -100,15 +100,16 @@ void multiply_codes(const ProductArgs& a, int64_t first) {
       way.load(scales_of(w, a.expert, row), w.zeros ? zeros_of(w, a.expert, row) : nullptr, r, to);
   };
   const int64_t steps_of_part = (a.n + kCodesRows - 1) / kCodesRows, steps = a.parts * steps_of_part;
-  // Codes are fetched about 4 KB before they are read, steps ahead, or in long rows further on in the same row: hardware prefetchers know
-  // nothing of the second part. Scales are brought in one step ahead.
+  // Codes of rows side by side are fetched about 4 KB before they are read, steps ahead, or in long rows further on in the same row: hardware
+  // prefetchers know nothing of the second part. Scales are brought in one step ahead.
   const int64_t step_bytes = kCodesRows * w.n_stride, steps_ahead = step_bytes <= 8192 ? (4095 + step_bytes) / step_bytes : 0;
+  const int64_t in_order = bytes_in_order(w, a.step);
   CodesStep step = codes_step(a, first, 0, steps_of_part);
   load(step, values[0]);
   for (int64_t i = 0; i < steps; ++i) {
     const CodesStep next = codes_step(a, first, i + 1 < steps ? i + 1 : i, steps_of_part);
     load(next, values[(i + 1) & 1]);
-    const int64_t bytes = Way::kSide == 1   ? bytes_in_order(w, a.step)
+    const int64_t bytes = Way::kSide == 1   ? in_order
                           : steps_ahead > 0 ? (row_of_step(a, i + steps_ahead, steps_of_part) - step.row) * w.n_stride
                                             : 2048;
     Vf sums[kCodesRows][Way::kRows];

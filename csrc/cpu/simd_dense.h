@@ -16,6 +16,8 @@ constexpr int kGroupRows = 6;  // rows of x that share a pass over the weights
 constexpr int64_t strip_rows(int64_t m) { return m <= 2 ? 4 : m <= 24 ? (kRegisters == 16 ? 6 : 8) : 12; }
 
 bool serves_dense(const Weight& w) { return !w.packed && w.k_stride == 1 && w.k > 0; }
+// And fp32 is their compute type, on sets that multiply bf16 by bf16.
+inline bool serves_dense_f32(const Weight& w, DType x) { return serves_dense(w) && (x != DType::bf16 || w.dtype != DType::bf16); }
 
 // Rows of x in even groups of up to kGroupRows.
 inline int64_t dense_groups(int64_t m) { return (m + kGroupRows - 1) / kGroupRows; }

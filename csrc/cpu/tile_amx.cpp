@@ -225,7 +225,7 @@ int64_t most_limb_rows(const Weight& w, DType x, const CodesUnits& units) {
 }
 
 Way way_of(const Weight& w, DType x, int64_t m) {
-  if (serves_dense(w) && (x != DType::bf16 || w.dtype != DType::bf16)) return Way::dense;
+  if (serves_dense_f32(w, x)) return Way::dense;
   if (serves_codes(w)) {
     const CodesUnits units(w);
     if (m <= vector_rows(w, units) && serves_limbs(w, x)) return Way::limbs;

@@ -31,7 +31,7 @@ constexpr int64_t kDenseRows = 32;
 
 bool serves(const Weight& w, DType x, int64_t m) {
   if (w.packed) return serves_limbs(w, x) || serves_dots(w, x, m);
-  return serves_dense(w) && (m <= kDenseRows || x != DType::bf16 || w.dtype != DType::bf16);
+  return m <= kDenseRows ? serves_dense(w) : serves_dense_f32(w, x);
 }
 
 size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
