@@ -274,6 +274,26 @@ def test_zero_denormal_and_huge_scales(ops: ModuleType, value: float) -> None:
             assert not got.isnan().any() and np.array_equal(got.double().numpy(), want), (scales_dtype, out)
 
 
+@EVERY_FORMAT
+def test_subnormal_scales_in_every_format(ops: ModuleType, name: str, bits: int) -> None:
+    """An instruction that rounds to bf16 may flush subnormal weights: one row's are enough to notice."""
+    rows, columns = 16, 96
+    group = columns if oracle.LAYOUTS[name].channel_only else 32
+    rng = np.random.default_rng(5)
+    codes = rng.integers(0, 1 << bits, (rows, columns))
+    scales = np.full((rows, columns // group), 0.375)
+    scales[3, -1], scales[9, -1], scales[12, 0] = 2.0**-133, -3 * 2.0**-128, 2.0**-126
+    zeros = rng.integers(0, 1 << bits, scales.shape)
+    qweight, stored_scales, qzeros = oracle.store(name, codes, scales, zeros, bits, 15)
+    exact = oracle.exact_weight(codes, scales, zeros, group, bits)
+    options = {"group_size": group, "format": ID[name], "bits": bits}
+    for scales_dtype in (torch.bfloat16, torch.float32):
+        tensors = torch.from_numpy(qweight), to_torch(stored_scales, scales_dtype), torch.from_numpy(qzeros)
+        for out in NAMES:
+            got = ops.dequantize(*tensors, dtype=out, **options)
+            assert torch.equal(got, expect(exact, scales_dtype, out)), (scales_dtype, out)
+
+
 # Strides.
 
 

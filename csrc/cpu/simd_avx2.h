@@ -105,6 +105,20 @@ inline Vi code_shifts(bool even_odd) {
   return even_odd ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28) : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
 }
 
+// Two vectors to nearest bf16, ties to even, as one word a lane, the even one in the low half. Not for NaN.
+inline __m256i round_pair_bf16(__m256 even, __m256 odd) {
+  // Both at once: the upper halves, and what is lost below them carries one where it is more than half, or half of an odd one's unit.
+  const __m256i a = _mm256_castps_si256(even), b = _mm256_castps_si256(odd);
+  const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa), lost = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+  const __m256i nearly_half = _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi16(1)), _mm256_set1_epi16(0x7ffe));
+  return _mm256_add_epi16(high, _mm256_srli_epi16(_mm256_avg_epu16(lost, nearly_half), 15));
+}
+// Whether round_pair_bf16 takes all small integers times these scales: only infinities and NaN make NaN.
+inline bool rounds_in_pairs(__m256 scale) {
+  const __m256 nothing = _mm256_sub_ps(scale, scale);
+  return _mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q)) == 0;
+}
+
 // A 16-entry table of 16-bit values, looked up for 32 codes (16 bytes, low nibble first) at a time.
 struct Table16 {
   __m256i low, high;  // the low and the high byte of each entry, in both halves of the register

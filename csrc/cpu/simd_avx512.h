@@ -106,6 +106,17 @@ inline Vi code_shifts(bool even_odd) {
   return _mm512_broadcast_i64x4(even_odd ? _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28) : _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
 }
 
+// Two vectors to nearest bf16, ties to even, as one word a lane, the even one in the low half. Not for subnormal numbers.
+inline __m256i round_pair_bf16(__m256 even, __m256 odd) {
+  const __m256i halves = reinterpret_cast<__m256i>(_mm256_cvtne2ps_pbh(odd, even));
+  return _mm256_permutexvar_epi16(_mm256_setr_epi16(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), halves);
+}
+// Whether round_pair_bf16 takes all small integers times these scales.
+inline bool rounds_in_pairs(__m256 scale) {
+  constexpr int kSubnormal = 0x20;
+  return _mm256_fpclass_ps_mask(scale, kSubnormal) == 0;
+}
+
 // A 16-entry table of 16-bit values, looked up for 32 codes (16 bytes, low nibble first) at a time.
 struct Table16 {
   __m512i entries;  // the table twice: a lookup ignores the fifth bit of its index

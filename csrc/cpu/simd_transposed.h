@@ -51,15 +51,11 @@ inline __m256i bf16_high(__m256 a) {
   return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
 }
 
-// Two columns as one word a lane, the even one in the low half. Without kNan no input may be a NaN.
-template <DType D, bool kNan>
+// Two columns as one word a lane, the even one in the low half. Without kAny only what round_pair_bf16 takes.
+template <DType D, bool kAny>
 inline __m256i column_pair(__m256 even, __m256 odd) {
-  if constexpr (D == DType::bf16 && !kNan) {
-    // Both at once: the upper halves, and what is lost below them carries one where it is more than half, or half of an odd one's unit.
-    const __m256i a = _mm256_castps_si256(even), b = _mm256_castps_si256(odd);
-    const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa), lost = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
-    const __m256i nearly_half = _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi16(1)), _mm256_set1_epi16(0x7ffe));
-    return _mm256_add_epi16(high, _mm256_srli_epi16(_mm256_avg_epu16(lost, nearly_half), 15));
+  if constexpr (D == DType::bf16 && !kAny) {
+    return round_pair_bf16(even, odd);
   } else if constexpr (D == DType::bf16) {
     return _mm256_blend_epi16(_mm256_srli_epi32(bf16_high(even), 16), bf16_high(odd), 0xaa);
   } else {
@@ -67,6 +63,11 @@ inline __m256i column_pair(__m256 even, __m256 odd) {
     return _mm256_or_si256(half(even), _mm256_slli_epi32(half(odd), 16));
   }
 }
+
+// Codes and zero points as fp32 are kCodeBase more than they are: then a mask and the exponent's bits convert a code, and their difference is
+// exact.
+constexpr float kCodeBase = 8388608.f;  // 2^23
+inline __m256 code_numbers(__m256i codes) { return _mm256_castsi256_ps(_mm256_or_si256(codes, _mm256_set1_epi32(0x4b000000))); }
 
 // Where the code of row r of eight sits in a word packed along O.
 inline __m256i row_shifts(bool interleaved) {
@@ -79,7 +80,7 @@ inline __m256i broadcast_word(const uint8_t* p) {
   return _mm256_set1_epi32(word);
 }
 
-// Scales and zero points of rows row..row + 8 in one group, as fp32; `row` is a multiple of 8.
+// Scales, and zero points above kCodeBase, of rows row..row + 8 in one group, as fp32; `row` is a multiple of 8.
 inline __m256 load_scales8(const DequantizeTransposedArgs& a, int64_t group, int64_t row) {
   const int64_t i = group * a.scale_step + row;
   if (a.scale_dtype == DType::f32) return _mm256_loadu_ps(static_cast<const float*>(a.scales) + i);
@@ -90,17 +91,17 @@ inline __m256 load_scales8(const DequantizeTransposedArgs& a, int64_t group, int
 
 template <int kBits>
 inline __m256 load_zeros8(const DequantizeTransposedArgs& a, int64_t group, int64_t row) {
-  if (a.zeros == nullptr) return _mm256_set1_ps(kBits == 4 ? 8.f : 128.f);
+  if (a.zeros == nullptr) return _mm256_set1_ps(kCodeBase + (kBits == 4 ? 8.f : 128.f));
   const uint8_t* zeros = a.zeros + group * a.zero_step + row * kBits / 8;
   if constexpr (kBits == 8) {
     const __m128i words = _mm_add_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros)), _mm_set1_epi32(static_cast<int>(a.zero_word_add)));
     const __m128i codes = _mm_add_epi8(_mm_xor_si128(words, _mm_set1_epi32(static_cast<int>(a.flip))), _mm_set1_epi8(static_cast<char>(a.zero_code_add)));
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes));
+    return code_numbers(_mm256_cvtepu8_epi32(codes));
   }
   const __m256i word_add = _mm256_set1_epi32(static_cast<int>(a.zero_word_add));
   const __m256i word = _mm256_add_epi32(broadcast_word(zeros), word_add);
   const __m256i code = _mm256_srlv_epi32(_mm256_xor_si256(word, _mm256_set1_epi32(static_cast<int>(a.flip))), row_shifts(a.interleaved));
-  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_add_epi32(code, _mm256_set1_epi32(a.zero_code_add)), _mm256_set1_epi32(15)));
+  return code_numbers(_mm256_and_si256(_mm256_add_epi32(code, _mm256_set1_epi32(a.zero_code_add)), _mm256_set1_epi32(15)));
 }
 
 // Zero points and scales of a strip of eight rows: those of one group, or those of all, one after the other, and the group of each column.
@@ -109,35 +110,29 @@ struct StripGroups {
   const int32_t* group_of;
 };
 
-// Whether the scales have infinities or NaN: all others make no NaN, since a product that overflows is infinite.
-inline bool not_finite(__m256 scale) {
-  const __m256 nothing = _mm256_sub_ps(scale, scale);
-  return _mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q)) != 0;
-}
-
-// Codes of eight rows in one column of a piece; `piece` points at the strip.
+// Codes of eight rows in one column of a piece, above kCodeBase; `piece` points at the strip.
 template <int kBits, bool kAlongOut>
 inline __m256 column_codes(const uint8_t* piece, int64_t column, __m256i shifts) {
   constexpr int64_t kWordColumns = 32 / kBits;
   if constexpr (kAlongOut && kBits == 8) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + column * kColumnBytes<kBits>))));
+    return code_numbers(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(piece + column * kColumnBytes<kBits>))));
   } else if constexpr (kAlongOut) {
     const __m256i code = _mm256_srlv_epi32(broadcast_word(piece + column * kColumnBytes<kBits>), shifts);
-    return _mm256_cvtepi32_ps(_mm256_and_si256(code, _mm256_set1_epi32(15)));
+    return code_numbers(_mm256_and_si256(code, _mm256_set1_epi32(15)));
   } else {
     const int i = static_cast<int>(column % kWordColumns);
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(piece + (column - i) * kColumnBytes<kBits>));
     if constexpr (kBits == 8) {
       // Byte i of each word, zeros above it.
       const __m256i byte = _mm256_setr_epi32(i - 256, i - 252, i - 248, i - 244, i - 256, i - 252, i - 248, i - 244);
-      return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(words, byte));
+      return code_numbers(_mm256_shuffle_epi8(words, byte));
     }
-    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words, i * kBits), _mm256_set1_epi32(15)));
+    return code_numbers(_mm256_and_si256(_mm256_srli_epi32(words, i * kBits), _mm256_set1_epi32(15)));
   }
 }
 
 // Columns of eight rows, a multiple of 16 of them, which share their group or name it. `piece` points at the strip's words of the first column.
-template <DType D, int kBits, bool kAlongOut, bool kNan, bool kIndexed>
+template <DType D, int kBits, bool kAlongOut, bool kAny, bool kIndexed>
 inline void decode_strip(const uint8_t* piece, __m256i shifts, const StripGroups& groups, int64_t k, LinesAhead& ahead, char* out,
                          int64_t row_bytes) {
   // A pass over eight words of each row: 16 columns of a 16-bit type, or 8 of fp32.
@@ -164,7 +159,7 @@ inline void decode_strip(const uint8_t* piece, __m256i shifts, const StripGroups
         }
       }
       if constexpr (D == DType::f32) rows[i] = _mm256_castps_si256(value[0]);
-      else rows[i] = column_pair<D, kNan>(value[0], value[1]);
+      else rows[i] = column_pair<D, kAny>(value[0], value[1]);
     }
     transpose8(rows);
 #pragma GCC unroll 8
@@ -173,9 +168,9 @@ inline void decode_strip(const uint8_t* piece, __m256i shifts, const StripGroups
 }
 
 template <DType D, int kBits, bool kAlongOut, bool kIndexed>
-inline void decode_strip(const uint8_t* piece, __m256i shifts, const StripGroups& groups, bool nan, int64_t k, LinesAhead& ahead, char* out,
+inline void decode_strip(const uint8_t* piece, __m256i shifts, const StripGroups& groups, bool any, int64_t k, LinesAhead& ahead, char* out,
                          int64_t row_bytes) {
-  if (nan) decode_strip<D, kBits, kAlongOut, true, kIndexed>(piece, shifts, groups, k, ahead, out, row_bytes);
+  if (any) decode_strip<D, kBits, kAlongOut, true, kIndexed>(piece, shifts, groups, k, ahead, out, row_bytes);
   else decode_strip<D, kBits, kAlongOut, false, kIndexed>(piece, shifts, groups, k, ahead, out, row_bytes);
 }
 
@@ -215,28 +210,28 @@ inline void turn_piece(const uint8_t* from, int64_t step, int64_t words, int64_t
   }
 }
 
-// Zero points, then scales, of rows row..row + 8 in one group to `to`; whether a scale is not finite.
+// Zero points, then scales, of rows row..row + 8 in one group to `to`; whether their weights may be such as round_pair_bf16 does not take.
 template <int kBits>
 inline bool load_group(const DequantizeTransposedArgs& a, int64_t group, int64_t row, float* to) {
   const __m256 scale = load_scales8(a, group, row);
   _mm256_store_ps(to, load_zeros8<kBits>(a, group, row));
   _mm256_store_ps(to + 8, scale);
-  return not_finite(scale);
+  return !rounds_in_pairs(scale);
 }
 
 // Groups of the strips of a block of rows whose columns name their groups, kept from one piece to the next where they are few.
 struct IndexedGroups {
   static constexpr int64_t kStrips = kPieceRows / kRowLanes, kValues = 2 * kMostIndexedGroups * 16;
   alignas(64) float values[kValues];
-  bool nan[kStrips];
+  bool any[kStrips];
 
   template <int kBits>
   StripGroups load(const DequantizeTransposedArgs& a, int64_t strip, int64_t row, bool first_piece) {
     const bool kept = a.groups * 16 * kStrips <= kValues;
     float* const of_strip = values + (kept ? strip * a.groups * 16 : 0);
     if (first_piece || !kept) {
-      nan[strip] = false;
-      for (int64_t g = 0; g < a.groups; ++g) nan[strip] |= load_group<kBits>(a, g, row, of_strip + g * 16);
+      any[strip] = false;
+      for (int64_t g = 0; g < a.groups; ++g) any[strip] |= load_group<kBits>(a, g, row, of_strip + g * 16);
     }
     return {of_strip, a.group_of};
   }
@@ -249,8 +244,8 @@ inline void decode_strip_groups(const DequantizeTransposedArgs& a, const uint8_t
   alignas(64) float values[16];
   for (int64_t p = k0; p < k1;) {
     const int64_t group = p / a.group_size, group_end = (group + 1) * a.group_size, end = group_end < k1 ? group_end : k1;
-    const bool nan = load_group<kBits>(a, group, row, values);
-    decode_strip<D, kBits, kAlongOut, false>(piece + (p - k0) * kColumnBytes<kBits>, shifts, {values, nullptr}, nan, end - p, ahead,
+    const bool any = load_group<kBits>(a, group, row, values);
+    decode_strip<D, kBits, kAlongOut, false>(piece + (p - k0) * kColumnBytes<kBits>, shifts, {values, nullptr}, any, end - p, ahead,
                                              out + (p - k0) * kBytes<D>, row_bytes);
     p = end;
   }
@@ -289,7 +284,7 @@ void dequantize_pieces(const DequantizeTransposedArgs& a) {
         if (a.group_of != nullptr) {
           StripGroups groups = indexed.load<kBits>(a, o / kRowLanes, o0 + o, k0 == 0);
           groups.group_of += k0;
-          decode_strip<D, kBits, kAlongOut, true>(piece + row_offset(o), shifts, groups, indexed.nan[o / kRowLanes], k1 - k0, ahead, buffer,
+          decode_strip<D, kBits, kAlongOut, true>(piece + row_offset(o), shifts, groups, indexed.any[o / kRowLanes], k1 - k0, ahead, buffer,
                                                   kBufferRow);
         } else {
           decode_strip_groups<D, kBits, kAlongOut>(a, piece + row_offset(o), shifts, o0 + o, k0, k1, ahead, buffer, kBufferRow);

@@ -144,5 +144,6 @@ def gpu_atom(device: int, dtype: torch.dtype) -> tuple[str | None, str]:
 
 
 def packed_numerics(dtype: torch.dtype) -> str:
-    """`exact` (weights meet x in fp32) or `rounded` (once, to x's dtype) for the compiled packed kernels."""
+    """How the compiled packed kernels take weights: `exact` (they meet x in fp32) or `rounded` (once to x's dtype, in some
+    layouts and numbers of rows)."""
     return _text("int4_emu_packed_numerics", _DTYPE_NUMBER[dtype]) or "exact"

@@ -1,7 +1,7 @@
 // AVX-512 and AMX in plain C++, so that tile_avx512.cpp and tile_amx.cpp can be checked on a CPU without them.
 //
 // Given to the compiler with -include, on top of -mavx2 -mfma -mf16c: every intrinsic that those files use becomes a loop over lanes
-// as the instruction's description says. 128- and 256-bit intrinsics stay real. Not fast, and nothing but tests may use it.
+// as the instruction's description says. 128- and 256-bit intrinsics stay real, but for those of AVX-512. Not fast, and nothing but tests may use it.
 #pragma once
 
 #include <immintrin.h>
@@ -239,6 +239,17 @@ inline __m512bh cvtne2ps_pbh(F32 high, F32 low) {
   return out;
 }
 
+inline __m256bh cvtne2ps_pbh(Lanes<__m256, float> high, Lanes<__m256, float> low) {
+  Lanes<__m256bh, uint16_t> out;
+  for (int i = 0; i < 8; ++i) out.lane[i] = narrow(low.lane[i]), out.lane[8 + i] = narrow(high.lane[i]);
+  return out;
+}
+inline __mmask8 subnormal_mask(Lanes<__m256, float> a) {
+  int mask = 0;
+  for (int i = 0; i < 8; ++i) mask |= (std::fpclassify(a.lane[i]) == FP_SUBNORMAL) << i;
+  return static_cast<__mmask8>(mask);
+}
+
 inline float widen(uint16_t bf16) {
   const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
   float f;
@@ -324,6 +335,7 @@ inline void tile_multiply_bytes(int sums, int a, int b) {
 #define __AMX_INT8__ 1
 
 // Without optimisation gcc defines some intrinsics as macros.
+#undef _mm256_fpclass_ps_mask
 #undef _mm512_cmp_ps_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x8_ps
@@ -379,6 +391,9 @@ inline void tile_multiply_bytes(int sums, int a, int b) {
 #define _mm512_castsi128_si512 emulated::castsi128_si512
 #define _mm512_shuffle_i32x4 emulated::shuffle_i32x4
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
+#define _mm256_cvtne2ps_pbh emulated::cvtne2ps_pbh
+#define _mm256_fpclass_ps_mask(a, classes) emulated::subnormal_mask(a)
+#define _mm256_permutexvar_epi16(i, t) emulated::permutexvar<emulated::HalfU16>(i, t)
 #define _mm512_castps_si512(a) reinterpret_cast<__m512i>(a)
 #define _mm512_castsi512_ps(a) reinterpret_cast<__m512>(a)
 #define _mm512_cmp_ps_mask(a, b, predicate) emulated::unordered_mask(a, b)
