@@ -1,5 +1,4 @@
-"""Random MoE layers for the tests: torch tensors for the ops beside the float64 values that they stand for.
-Random MoE layers for the tests: torch tensors for the ops beside the float64 values that they stand for."""
+"""Random MoE layers for the tests: torch tensors for the ops beside the float64 values that they stand for."""
 
 from __future__ import annotations
 
@@ -24,6 +23,11 @@ def to_torch(values: NDArray, dtype: torch.dtype) -> torch.Tensor:
 
 def to_numpy(tensor: torch.Tensor) -> NDArray:
     return tensor.detach().double().numpy()
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """||got - want|| / ||want|| in float64."""
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 def random_floats(

@@ -30,8 +30,7 @@ WORST_ROUNDOFF = {name: 2 * u for name, u in UNIT_ROUNDOFF.items()}
 
 
 def round_to(x: NDArray, dtype: str) -> Array:
-    """Rounds float64 values once to `dtype`, ties to even, denormals kept, overflow to inf; returns float64.
-    Rounds float64 values once to `dtype`, ties to even, denormals kept, overflow to inf; returns float64."""
+    """Rounds float64 values once to `dtype`, ties to even, denormals kept, overflow to inf; returns float64."""
     bits, min_exponent, largest = _FLOATS[dtype]
     x = np.asarray(x, np.float64)
     _, exponent = np.frexp(x)  # |x| in [2^(e-1), 2^e)
@@ -228,8 +227,7 @@ def local_experts(topk_ids: NDArray, num_experts: int, expert_map: NDArray | Non
 def align(
     topk_ids: NDArray, num_experts: int, block: int = 1, expert_map: NDArray | None = None
 ) -> tuple[Ints, Ints, Ints, int]:
-    """(sorted_slots [cap], block_experts [cap/block], expert_offsets [E+1], rows used), padding slot = M*k.
-    (sorted_slots [cap], block_experts [cap/block], expert_offsets [E+1], rows used), padding slot = M*k."""
+    """(sorted_slots [cap], block_experts [cap/block], expert_offsets [E+1], rows used), padding slot = M*k."""
     local = local_experts(topk_ids, num_experts, expert_map).reshape(-1)
     n = local.size
     cap = -(-(n + num_experts * (block - 1)) // block) * block
@@ -298,8 +296,7 @@ def split_gate_up(h: Array, name: str, interleaved: bool) -> tuple[Array, Array]
 
 @dataclass(frozen=True)
 class Judged:
-    """A float64 result and the root-mean-square error that correct arithmetic may show, element by element.
-    A float64 result and the root-mean-square error that correct arithmetic may show, element by element."""
+    """A float64 result and the root-mean-square error that correct arithmetic may show, element by element."""
 
     value: Array
     error: Array

@@ -26,8 +26,7 @@ def stored(
     symmetric: bool = False,
     pad: int = 15,
 ) -> tuple[tuple[Any, ...], NDArray, NDArray, NDArray | None]:
-    """Random weights written in format `name`: ((qweight, scales, qzeros), exact [.., O, I], codes, zeros).
-    Random weights written in format `name`: ((qweight, scales, qzeros), exact [.., O, I], codes, zeros)."""
+    """Random weights written in format `name`: ((qweight, scales, qzeros), exact [.., O, I], codes, zeros)."""
     groups = 1 if group_size == -1 else -(-columns // group_size)
     many = max(experts, 1)
     codes = rng.integers(0, 1 << bits, (many, rows, columns))

@@ -38,8 +38,7 @@ def needs_memory(gigabytes: float) -> None:
 
 
 def test_case_07_row_offsets_past_2_31(compiled: ModuleType, rng: np.random.Generator) -> None:
-    """grouped_gemm writes R * N = 2^31 + 2^15 elements (4.3 GB); its one group is the last 16 rows of them.
-    grouped_gemm writes R * N = 2^31 + 2^15 elements (4.3 GB); its one group is the last 16 rows of them."""
+    """grouped_gemm writes R * N = 2^31 + 2^15 elements (4.3 GB); its one group is the last 16 rows of them."""
     needs_memory(7)
     torch.utils.deterministic.fill_uninitialized_memory = False  # the fill would double the time
     rows, columns = 2**20 + 16, 2048
@@ -309,8 +308,7 @@ def test_case_25_mixed_devices_are_named(compiled: ModuleType, rng: np.random.Ge
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (40, 96), (96, 40)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_case_26_identity_weights(ops: ModuleType, rows: int, columns: int, bits: int) -> None:
-    """x = 1..K through the identity pattern: out is x's first N entries, then zeros, exactly, in every type.
-    x = 1..K through the identity pattern: out is x's first N entries, then zeros, exactly, in every type."""
+    """x = 1..K through the identity pattern: out is x's first N entries, then zeros, exactly, in every type."""
     half = 1 << (bits - 1)
     codes = np.eye(rows, columns, dtype=np.int64)[None] + half
     x = np.arange(1, columns + 1, dtype=np.float64)[None]

@@ -1,5 +1,4 @@
-"""Inference only: forward works on inputs that require grad; backward raises and never yields a silent None.
-Inference only: forward works on inputs that require grad; backward raises and never yields a silent None."""
+"""Inference only: forward works on inputs that require grad; backward raises and never yields a silent None."""
 
 from __future__ import annotations
 

@@ -243,8 +243,7 @@ def test_any_shape_and_group(
 
 
 def test_rounding_is_to_nearest_even_and_happens_once(ops: ModuleType) -> None:
-    """fp32 scales next to ties of bf16 and fp16, where a second rounding on the way would go the other way.
-    fp32 scales next to ties of bf16 and fp16, where a second rounding on the way would go the other way."""
+    """fp32 scales next to ties of bf16 and fp16, where a second rounding on the way would go the other way."""
     ticks = np.array(
         [1 + 2.0**-8, 1 + 2.0**-8 + 2.0**-23, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 2.0**-11 + 2.0**-23, 1 / 3]
     )

@@ -1,5 +1,4 @@
-"""fused_moe and fused_moe_packed against float64, on every implementation: types, shapes, routing, options.
-fused_moe and fused_moe_packed against float64, on every implementation: types, shapes, routing, options."""
+"""fused_moe and fused_moe_packed against float64, on every implementation: types, shapes, routing, options."""
 
 from __future__ import annotations
 

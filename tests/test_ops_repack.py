@@ -101,8 +101,7 @@ def test_padding_is_dropped(ops: ModuleType, rng: np.random.Generator) -> None:
 
 
 def test_repack_out_fills_rows_of_a_larger_stack(compiled: ModuleType, rng: np.random.Generator) -> None:
-    """The loader's way: gate and up of one expert go straight into their halves of w13, neighbours unharmed.
-    The loader's way: gate and up of one expert go straight into their halves of w13, neighbours unharmed."""
+    """The loader's way: gate and up of one expert go straight into their halves of w13, neighbours unharmed."""
     (qweight, scales, qzeros), _, codes, zeros = stored("gptq_v1", 4, rng, 8, 32, 8, torch.float16)
     stack_q = torch.full((3, 16, 16), 0xAA, dtype=torch.uint8)
     stack_s = torch.full((3, 16, 4), float("nan"), dtype=torch.float16)

@@ -35,8 +35,7 @@ def run_all(layer: Layer, ops: ModuleType) -> list[torch.Tensor]:
 
 
 def test_threads_calling_at_once_get_their_own_results(compiled: ModuleType) -> None:
-    """Eight layers of different shapes, four threads, several rounds: each result equals the lonely call's.
-    Eight layers of different shapes, four threads, several rounds: each result equals the lonely call's."""
+    """Eight layers of different shapes, four threads, several rounds: each result equals the lonely call's."""
     layer_list = [
         make_layer(
             np.random.default_rng(i),

@@ -12,6 +12,7 @@ from safetensors import safe_open
 import int4_emu
 from checkpoints import BARD, CHECKPOINT_NAMES, reference_tensors, require_checkpoint
 from int4_emu import ops
+from layers import relative_error
 
 pytest.importorskip("transformers")
 
@@ -45,10 +46,6 @@ def path_and_reference(name: str) -> tuple[Path, dict[str, torch.Tensor]]:
 
 def hosted(model: Any, layer: int) -> Any:
     return model.model.layers[layer].mlp.experts
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 def layer_numbers(reference: dict[str, torch.Tensor]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from int4_emu import ops
 from int4_emu.integrations import transformers as integration
 from int4_emu.integrations._families import TESTED
 from int4_writer import experts_of
-from tiny_models import tiny_model
+from layers import relative_error
+from tiny_models import IDS, logits, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,23 +21,11 @@ SOME = [
     "aria_text", "deepseek_v4", "gemma4_text", "gpt_oss", "llama4_text", "minimax_m3_vl_text", "mixtral", "nemotron_h",
 ]  # fmt: skip
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-IDS = torch.arange(3, 27).view(2, 12)
 
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
     integration.register_experts()
-
-
-def logits(model: Any) -> torch.Tensor:
-    # Llama-4's multimodal class in transformers 5.24 fails on text alone; the text model in it does not.
-    model = model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
-    with torch.inference_mode():
-        return model(input_ids=IDS.to(model.device)).logits.double()
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -57,7 +45,7 @@ def test_types_compute_what_eager_computes(
         want = logits(model)
         assert not calls
         model.set_experts_implementation(integration.EXPERTS_IMPLEMENTATION)
-        got = error(logits(model), want)
+        got = relative_error(logits(model), want)
         if got > bound or len(calls) < len(experts_of(model)):
             failed[kind] = (got, len(calls))
         calls.clear()
@@ -74,7 +62,7 @@ def test_other_choices_for_llama_4_are_what_they_were(tmp_path: Path) -> None:
     want = logits(model)
     chosen = auto.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="int4_emu")
     got = logits(chosen)
-    assert 0 < error(got, want) < 3e-6  # other sums: not the host's own
+    assert 0 < relative_error(got, want) < 3e-6  # other sums: not the host's own
     chosen.set_experts_implementation("eager")
     assert torch.equal(logits(chosen), want)
 
@@ -102,7 +90,7 @@ def test_compiles_whole_at_the_first_call(kind: str) -> None:
         want = block(x)[0]
         model.set_experts_implementation("int4_emu")
         got = torch.compile(block, fullgraph=True, backend="eager")(x)[0]
-    assert 0 < error(got, want) < 3e-6
+    assert 0 < relative_error(got, want) < 3e-6
     torch.compiler.reset()
 
 
@@ -112,13 +100,13 @@ def test_parameters_stay_where_they_are(tmp_path: Path) -> None:
     want, before = logits(model), copy.deepcopy(model.state_dict())
     places = [parameter.data_ptr() for parameter in model.parameters()]
     model.set_experts_implementation("int4_emu")
-    assert error(logits(model), want) < 3e-6
+    assert relative_error(logits(model), want) < 3e-6
     assert places == [parameter.data_ptr() for parameter in model.parameters()]
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     model.save_pretrained(tmp_path)
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert error(logits(stock), want) < 3e-6
+    assert relative_error(logits(stock), want) < 3e-6
 
 
 def test_slots_of_other_ranks_are_skipped() -> None:

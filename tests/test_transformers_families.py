@@ -11,6 +11,7 @@ import torch
 import int4_emu
 from checkpoints import FAMILY_NAMES, reference_tensors, require_checkpoint
 from int4_emu.integrations._modules import HostedExperts
+from layers import relative_error
 
 pytest.importorskip("transformers")
 
@@ -23,10 +24,6 @@ ACCUMULATION = 2e-6  # the same weights on both sides, in fp32
 def family(request: pytest.FixtureRequest) -> Path:
     """Each checkpoint in turn."""
     return require_checkpoint(f"families/{request.param}")
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 def load(path: Path, **options: Any) -> Any:

@@ -18,22 +18,13 @@ from checkpoint_files import awq_config, compressed_tensors_config, gptq_config
 from int4_emu import CheckpointError
 from int4_emu.integrations._modules import HostedExperts
 from int4_writer import round_to_int4, write_mixed
-from tiny_models import tiny_model
+from layers import relative_error
+from tiny_models import logits, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
 BOUND = 3e-6
-IDS = torch.arange(3, 27).view(2, 12)
 Choose = Callable[[str], tuple[int, int] | None]
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(input_ids=IDS).logits.double()
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
 
 
 def stock_logits(path: Path) -> torch.Tensor:
@@ -166,8 +157,8 @@ def test_mixed_checkpoints(case: str, qwen: Path, tmp_path: Path) -> None:
     model = load(mixed)
     if int4_emu.is_compiled():
         assert packed_layers(model) == packed
-    assert error(logits(model), want) < BOUND
-    assert error(logits(load(mixed, "dequantized")), want) < BOUND
+    assert relative_error(logits(model), want) < BOUND
+    assert relative_error(logits(load(mixed, "dequantized")), want) < BOUND
 
 
 def test_a_layer_partly_float_cannot_be_asked_to_stay_packed(qwen: Path, tmp_path: Path) -> None:
@@ -241,7 +232,7 @@ def test_dense_first_and_predicting_layers(
     assert not info["unexpected_keys"]
     assert f"tensors of layers that predict further tokens are not loaded: {prefix}" in caplog.text
     assert isinstance(model.model.layers[0].mlp.gate_proj, torch.nn.Linear)
-    assert error(logits(model), stock_logits(plain)) < BOUND
+    assert relative_error(logits(model), stock_logits(plain)) < BOUND
 
 
 @pytest.mark.parametrize(
@@ -254,7 +245,7 @@ def test_predicting_layers_in_other_families_words(
     """MiniMax's count, and the stacks of Mistral Large 4 and Ernie 4.5."""
     own = {"num_nextn_predict_layers": 0} | ({count: 1} if count else {})
     plain, mixed = write_deepseek(deepseek, tmp_path, prefix, **own)
-    assert error(logits(load(mixed, "packed")), stock_logits(plain)) < BOUND
+    assert relative_error(logits(load(mixed, "packed")), stock_logits(plain)) < BOUND
 
 
 def test_layers_past_the_models_own_must_be_declared(deepseek: Path, tmp_path: Path) -> None:
@@ -296,7 +287,7 @@ def test_parts_of_one_linear_are_joined(minimax: Path, tmp_path: Path) -> None:
     for weights, kind in (("packed", int4_emu.Int4Linear), ("dequantized", torch.nn.Linear)):
         model = load(mixed, weights)
         assert {type(linear) for linear in joined_linears(model)} == {kind}
-        assert error(logits(model), want) < BOUND
+        assert relative_error(logits(model), want) < BOUND
 
 
 def test_parts_of_several_widths_are_dequantised(minimax: Path, tmp_path: Path) -> None:
@@ -305,7 +296,7 @@ def test_parts_of_several_widths_are_dequantised(minimax: Path, tmp_path: Path) 
     want = logits(auto.from_pretrained(plain, dtype=torch.float32, experts_implementation="eager"))
     model = load(mixed)
     assert {type(linear) for linear in joined_linears(model)} == {torch.nn.Linear}
-    assert error(logits(model), want) < BOUND
+    assert relative_error(logits(model), want) < BOUND
     with pytest.raises(
         CheckpointError, match=r"gate_proj and \S+up_proj are one Linear .* bits differs: 4 and 8"
     ):

@@ -18,12 +18,12 @@ from checkpoint_files import compressed_tensors_config
 from int4_emu import CheckpointError
 from int4_emu.integrations._modules import HostedExperts
 from int4_writer import write_mixed, write_pair
-from tiny_models import tiny_model
+from layers import relative_error
+from tiny_models import IDS, logits, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
 BOUND = 3e-6
-IDS = torch.arange(3, 27).view(2, 12)
 FILE = "modeling_own.py"
 
 
@@ -32,15 +32,6 @@ def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where transformers copies the code of folders to run it."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # it adds the place
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(input_ids=IDS).logits.double()
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -102,12 +93,12 @@ def test_experts_that_own_code_keeps_one_by_one(
     assert isinstance(experts[2].up_proj, torch.nn.Linear)
     kind = int4_emu.Int4Linear if weights == "auto" and int4_emu.is_compiled() else torch.nn.Linear
     assert type(experts[2].gate_proj) is kind
-    assert error(logits(model), want) < BOUND
+    assert relative_error(logits(model), want) < BOUND
     assert model.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 14)
     if weights == "dequantized":
         model.save_pretrained(tmp_path / "saved")
         assert (tmp_path / "saved" / FILE).is_file()
-        assert error(stock_logits(tmp_path / "saved"), want) < BOUND
+        assert relative_error(stock_logits(tmp_path / "saved"), want) < BOUND
 
 
 def test_experts_that_own_code_stacks_in_transformers_way(tmp_path: Path) -> None:
@@ -115,7 +106,7 @@ def test_experts_that_own_code_stacks_in_transformers_way(tmp_path: Path) -> Non
     model = load(mixed, trust_remote_code=True)
     assert type(model).__name__ == "StackedForCausalLM"
     assert len([module for module in model.modules() if isinstance(module, HostedExperts)]) == 2
-    assert error(logits(model), stock_logits(plain)) < BOUND
+    assert relative_error(logits(model), stock_logits(plain)) < BOUND
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -167,7 +158,7 @@ def test_what_transformers_has_itself_runs_no_code_of_the_folder(
     assert "no code of the folder is run" in caplog.text
     assert not (tmp_path / "ran").exists()
     assert type(model) is transformers.DeepseekV3ForCausalLM
-    assert error(logits(model), want) < BOUND
+    assert relative_error(logits(model), want) < BOUND
     model.save_pretrained(tmp_path / "saved")  # without the code, and without its names
     assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert error(stock_logits(tmp_path / "saved"), want) < BOUND
+    assert relative_error(stock_logits(tmp_path / "saved"), want) < BOUND

@@ -20,7 +20,8 @@ from int4_emu import CheckpointError, convert
 from int4_emu.integrations._families import REFUSED, TESTED
 from int4_emu.integrations._modules import HostedExperts
 from int4_writer import FORMATS, write_pair
-from tiny_models import tiny_model
+from layers import relative_error
+from tiny_models import logits, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,18 +41,6 @@ OTHERS = [
 GROUP = 16
 # The weights are the same float32 numbers on both sides: the order of additions is all that differs.
 BOUND = 3e-6
-IDS = torch.arange(3, 27).view(2, 12)
-
-
-def logits(model: Any) -> torch.Tensor:
-    # Llama-4's multimodal class in transformers 5.24 fails on text alone; the text model in it does not.
-    model = model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
-    with torch.inference_mode():
-        return model(input_ids=IDS).logits.double()
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
 
 
 def check_convert(model_type: str, plain: Path, quantised: Path, out: Path) -> None:
@@ -114,12 +103,12 @@ def test_family_gives_the_logits_of_stock_transformers(model_type: str, format: 
         assert all(e.is_packed == (weights == "packed") for e in experts)
         sizes = (experts[0].hidden_size, experts[0].intermediate_size, 2 * experts[0].intermediate_size)
         assert len(set(sizes)) == 3
-        assert error(logits(model), want) < BOUND, weights
+        assert relative_error(logits(model), want) < BOUND, weights
     if format == "compressed_tensors":
         check_convert(model_type, plain, quantised, tmp_path / "converted")
         model.save_pretrained(tmp_path / "saved")
-        assert error(stock_logits(tmp_path / "saved"), want) < BOUND
-        assert error(logits(load(tmp_path / "saved")), want) < BOUND
+        assert relative_error(stock_logits(tmp_path / "saved"), want) < BOUND
+        assert relative_error(logits(load(tmp_path / "saved")), want) < BOUND
     first = experts[0]
     mutants = [exchange_two_experts]
     mutants += [swap_gate_and_up] if first.activation.is_gated else []
@@ -128,7 +117,7 @@ def test_family_gives_the_logits_of_stock_transformers(model_type: str, format: 
     for mutate in mutants:
         with torch.no_grad():
             mutate(first)
-            assert error(logits(model), want) > 1000 * BOUND, mutate.__name__
+            assert relative_error(logits(model), want) > 1000 * BOUND, mutate.__name__
             first.w13.copy_(before[0])
             first.limit = before[1]
 
@@ -138,7 +127,7 @@ def test_other_types_give_the_logits_of_stock_transformers(model_type: str, tmp_
     plain, quantised = write_pair(tiny_model(model_type), tmp_path, "compressed_tensors", GROUP)
     model = load(quantised, weights="packed")
     assert hosted(model)
-    assert error(logits(model), stock_logits(plain)) < BOUND
+    assert relative_error(logits(model), stock_logits(plain)) < BOUND
     check_convert(model_type, plain, quantised, tmp_path / "converted")
     # Not every configuration names its class.
     config = json.loads((quantised / "config.json").read_text())
@@ -147,7 +136,7 @@ def test_other_types_give_the_logits_of_stock_transformers(model_type: str, tmp_
     model = load(quantised, dtype=torch.bfloat16)
     assert [type(model).__name__] == architecture
     assert (
-        error(logits(model), stock_logits(plain)) < 0.5
+        relative_error(logits(model), stock_logits(plain)) < 0.5
     )  # few random experts: bfloat16 sends some tokens elsewhere
 
 
@@ -158,7 +147,7 @@ def test_kimi_k2_is_deepseek_v3_under_its_own_name(tmp_path: Path) -> None:
     (quantised / "config.json").write_text(json.dumps(config | own))
     model = load(quantised, use_cache=False)
     assert model.config.use_cache is False
-    assert error(logits(model), stock_logits(plain)) < BOUND
+    assert relative_error(logits(model), stock_logits(plain)) < BOUND
 
 
 def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:

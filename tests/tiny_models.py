@@ -11,6 +11,8 @@ import torch
 
 from int4_writer import biases_of, experts_of, projections_of
 
+IDS = torch.arange(3, 27).view(2, 12)
+
 # By the names that the configurations use. H = 64; I is 48, or 96 where `intermediate_size` is the experts'.
 _SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48,
@@ -174,3 +176,11 @@ def tiny_model(model_type: str, **options: Any) -> Any:
             for bias in biases_of(module).values():
                 bias.copy_(torch.randn(bias.shape, generator=generator))
     return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Those of IDS, in float64."""
+    # Llama-4's multimodal class in transformers 5.24 fails on text alone; the text model in it does not.
+    model = model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
+    with torch.inference_mode():
+        return model(input_ids=IDS.to(model.device)).logits.double()
