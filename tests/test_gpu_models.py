@@ -16,13 +16,13 @@ import int4_emu
 from checkpoints import CHECKPOINT_NAMES
 from int4_emu.data import BARD, BARD_PROMPT
 from int4_emu.generation import greedy_ids, perplexity
+from layers import relative_error
 from on_gpu import needs_gpu
 from test_transformers_checkpoints import (
     BOUND,
     hosted,
     layer_numbers,
     path_and_reference,
-    relative_error,
     rounded_dtype,
     routing,
 )

@@ -16,8 +16,9 @@ import int4_emu
 from int4_emu import CheckpointError
 from int4_emu.convert import convert_checkpoint
 from int4_writer import Tensors, write_pair
-from test_transformers_types import BOUND, error, hosted, load, logits, stock_logits
-from tiny_models import tiny_model
+from layers import relative_error
+from test_transformers_types import BOUND, hosted, load, stock_logits
+from tiny_models import logits, tiny_model
 
 pytest.importorskip("transformers")
 
@@ -81,7 +82,7 @@ def test_experts_in_one_tensor_give_the_logits_of_stock_transformers(
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         assert all(module.experts.is_packed == (weights == "packed") for module in hosted(model))
-        assert error(logits(model), want) < BOUND
+        assert relative_error(logits(model), want) < BOUND
 
 
 def test_a_rank_reads_its_part(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_list_may_name_the_whole_stack(tmp_path: Path) -> None:
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["targets"] = [r"re:.*\.experts\.(gate_up|down)_proj$"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert error(logits(load(folder)), stock_logits(plain)) < BOUND
+    assert relative_error(logits(load(folder)), stock_logits(plain)) < BOUND
 
 
 def both_ways(tensors: Tensors) -> Tensors:
