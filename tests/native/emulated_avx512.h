@@ -1,7 +1,8 @@
 // AVX-512 and AMX in plain C++, so that tile_avx512.cpp and tile_amx.cpp can be checked on a CPU without them.
 //
 // Given to the compiler with -include, on top of -mavx2 -mfma -mf16c: every intrinsic that those files use becomes a loop over lanes
-// as the instruction's description says. 128- and 256-bit intrinsics stay real, but for those of AVX-512. Not fast, and nothing but tests may use it.
+// as the instruction's description says. 128- and 256-bit intrinsics stay real, but for those of AVX-512. Not fast, and nothing but tests
+// may use it.
 #pragma once
 
 #include <immintrin.h>
