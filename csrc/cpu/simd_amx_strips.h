@@ -1,10 +1,10 @@
 // Many rows of x times bf16 weights on tdpbf16ps: dense ones, or packed ones rounded once to bf16. Included after simd_amx_blocks.h.
 //
-// Weights are the A operand, x the B operand, packed into tiles. A strip of 32 weight rows meets two tiles of x at a time, or three, whose sums
+// Weights are the A operand, x the B operand, packed into tiles. A strip of 32 weight rows meets three tiles of x at a time, or two, whose sums
 // stay in tiles over all columns: dense weights where they lie, packed ones from a ring of two blocks, the next of which is decoded between
-// the products of this one. More instructions between two products than the core can look ahead over would run by turns instead. Two by two
-// takes one tile load a product, the fewest that eight tiles allow; packed weights are decoded again for every run of x tiles, which costs less
-// than keeping them decoded in L2 (docs/performance.md).
+// the products of this one. More instructions between two products than the core can look ahead over would run by turns instead. Packed weights
+// are decoded again for every run of x tiles, which costs less than keeping them decoded in L2; so runs of three, though they load seven tiles
+// for six products where two by two loads one for each (docs/performance.md).
 #pragma once
 
 namespace int4_emu::cpu {
@@ -18,10 +18,11 @@ bool serves_strips(const Weight& w, DType x) {
 
 inline int64_t strip_depth(const Weight& w) { return round_up_to(w.k, kBlockK); }
 
-// Columns in one go, with m rows of x.
+// Columns in one go, with m rows of x: as few goes as fit, all alike.
 inline int64_t strip_columns(const Weight& w, int64_t m) {
-  const int64_t fitting = kStripX / round_up_to(m, kTile) / kBlockK * kBlockK, most = fitting < kStripK ? fitting : kStripK;
-  return most < kBlockK ? kBlockK : most < w.k ? most : strip_depth(w);
+  const int64_t fitting = kStripX / round_up_to(m, kTile), most = fitting < kBlockK ? kBlockK : fitting < kStripK ? fitting : kStripK;
+  const int64_t blocks = strip_depth(w) / kBlockK, goes = (blocks + most / kBlockK - 1) / (most / kBlockK);
+  return (blocks + goes - 1) / goes * kBlockK;
 }
 
 // For every run of so many columns [ceil(m / 16)][columns / 32] tiles of [16 pairs of columns][16 rows][2]: whole rows would lie a power of two
@@ -226,11 +227,11 @@ inline void multiply_in_place(const StripShape& shape, const StripStep& a, const
   end_sums<kT>(a);
 }
 
-// Runs of up to three tiles of x: pairs, but the first is three where their number is odd.
+// Runs of tiles of x: as few as there can be, of three tiles and, behind them, of two. A single tile is a run.
 struct StripRuns {
-  explicit StripRuns(int64_t tiles) : tiles(tiles), count(tiles == 1 ? 1 : tiles / 2) {}
-  int64_t tiles, count;
-  int64_t first(int64_t g) const { return g == 0 ? 0 : g == count ? tiles : 2 * g + tiles % 2; }
+  explicit StripRuns(int64_t tiles) : tiles(tiles), count((tiles + 2) / 3), threes(tiles == 1 ? 0 : tiles - 2 * count) {}
+  int64_t tiles, count, threes;
+  int64_t first(int64_t g) const { return g == count ? tiles : g < threes ? 3 * g : threes + 2 * g; }
   int64_t size(int64_t g) const { return first(g + 1) - first(g); }
 };
 

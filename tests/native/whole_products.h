@@ -130,7 +130,7 @@ bool check_whole_product(const TileTable& t, const WholeCase& s, Worst& worst) {
 
 void check_whole_products(const TileTable& t, bool quick) {
   Worst worst;
-  static const int64_t m_list[] = {1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 40, 49, 65, 97}, n_list[] = {1, 5, 16, 33, 64}, k_list[] = {32, 96, 128, 352, 640, 1152, 1184};
+  static const int64_t m_list[] = {1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 40, 49, 65, 81, 97, 113}, n_list[] = {1, 5, 16, 33, 64}, k_list[] = {32, 96, 128, 352, 640, 1152, 1184};
   static const int64_t group_list[] = {32, 64, 128, 96, 384, 16, 1 << 20};
   int turn = 0, served = 0;
   for (int64_t m : m_list)
