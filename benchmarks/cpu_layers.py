@@ -154,10 +154,12 @@ def measure_tokens(
     for number in range(args.rounds):
         turn = number % len(live)
         for worker in live[turn:] + live[:turn]:
+            if worker.failure:
+                continue
             time.sleep(PAUSE)
             now = probe.measure(args.seconds / 6)[1]
-            times = worker.time(tokens, 2 + 50 * number, calls[worker.name])[0] if not worker.failure else []
-            if not worker.failure:
+            times = worker.time(tokens, 2 + 50 * number, calls[worker.name])[0]
+            if times:
                 spent[worker.name].append(times)
                 shares[worker.name].append(floor(worker.name, now) / median(times))
     rounds = {w.name: [median(t) for t in spent[w.name]] for w in live if not w.failure}
