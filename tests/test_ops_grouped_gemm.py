@@ -92,6 +92,20 @@ def test_every_few_rows_over_long_rows_of_codes(
         oracle.check(to_numpy(run_packed(ops, x, w, offsets)), want_rows(x, w.exact, offsets, True, None))
 
 
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, 64)])
+def test_many_rows_of_an_expert_over_many_columns(
+    ops: ModuleType, bits: int, group_size: int, with_bias: bool, rng: np.random.Generator
+) -> None:
+    """Rows and columns enough for the widest tasks, with ends inside a tile of rows, a strip of columns and a task."""
+    offsets = [0, 170, 170, 331]
+    x = to_torch(random_floats(rng, (331, 640), torch.bfloat16), torch.bfloat16)
+    w = quantise(rng, 3, 1106, 640, group_size, bits=bits, symmetric=False, scales_dtype=torch.bfloat16)
+    bias = random_floats(rng, (3, 1106), torch.bfloat16) if with_bias else None
+    options = {} if bias is None else {"bias": to_torch(bias, torch.bfloat16)}
+    oracle.check(to_numpy(run_packed(ops, x, w, offsets, **options)), want_rows(x, w.exact, offsets, True, bias))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize(("columns", "group_size"), [(192, 32), (256, 32), (256, 128)])

@@ -121,7 +121,7 @@ void Projection::multiply(const Unit& unit, const char* packed, const Parts& par
 }
 
 void Projection::add_bias(const Unit& unit, const Parts& parts, int64_t n, float* c, int64_t ldc) const {
-  float bias[kTaskColumns];
+  float bias[kWideColumns];
   for (int p = 0; p < parts.count; ++p) {
     const int64_t first = unit.expert * weight_.n + parts.row0[p];
     for (int64_t j = 0; j < n; ++j) bias[j] = load_float(weight_.bias, weight_.bias_dtype, first + j * parts.step);

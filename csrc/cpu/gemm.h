@@ -15,9 +15,9 @@ namespace int4_emu::cpu {
 
 // More rows of one expert than this make another unit: bounds the fp32 tiles that a worker holds.
 constexpr int64_t kUnitRows = 512;
-// Output columns of a task at most, and where wider tasks would be too few for the threads; then of a panel (one for the gate, one for the
-// up rows). A task begins by waiting for memory, which costs short ones more.
-constexpr int64_t kTaskColumns = 128, kNarrowColumns = 64, kTasksPerThread = 4;
+// Output columns of a task: of many rows where the set asks for it, else at most, and at least where wider tasks would be too few for the
+// threads; then of a panel (one for the gate, one for the up rows). A task begins by waiting for memory, which costs short ones more.
+constexpr int64_t kWideColumns = 256, kTaskColumns = 128, kNarrowColumns = 64, kTasksPerThread = 4;
 constexpr int64_t kPanelColumns = 32;
 // Columns of the weight matrix in a panel; streamed panels have half the rows and twice the columns.
 constexpr int64_t kPanelDepth = 1024;
@@ -66,13 +66,15 @@ class Projection {
   // Bytes of the packed x of m rows, and the most that any unit of up to m rows takes.
   int64_t packed_bytes(int64_t m) const;
   int64_t most_packed_bytes(int64_t m) const;
+  // Output columns of a task at most, where units have m rows.
+  int64_t most_columns(int64_t m) const { return product_.wide_rows > 0 && m >= product_.wide_rows ? kWideColumns : kTaskColumns; }
   // Packed x of the rows of `unit`, taken from x row by row.
   void pack(Unit& unit, const void* x, int64_t x_stride, const int64_t* rows, const float* row_scale, char* packed) const;
   // Floats of a worker's scratch for units of up to m rows: a panel (interleaved parts are loaded together) or what a whole product needs.
   int64_t scratch_floats(int64_t m, int parts, bool interleaved) const {
     const int64_t depth = round_up(weight_.k, 64);
     const int64_t panel = (interleaved ? 2 : 1) * kPanelColumns * (depth < kPanelDepth ? depth : kPanelDepth);
-    const int64_t whole = product_.serves ? parts * round_up(m, 32) * kTaskColumns : 0;
+    const int64_t whole = product_.serves ? parts * round_up(m, 32) * most_columns(m) : 0;
     return panel > whole ? panel : whole;
   }
   // c[part][m][n] (part stride m * ldc) = x * W^T + bias for n columns of each part.
@@ -122,9 +124,10 @@ int64_t append_units(int64_t expert, int64_t row0, int64_t rows, Unit* units, in
 // The most units that `rows` rows over `experts` experts can make.
 constexpr int64_t max_units(int64_t rows, int64_t experts) { return (experts < rows ? experts : rows) + rows / kUnitRows; }
 
-// Output columns of a task, where each of `units` units has n.
-inline int64_t task_columns(int64_t units, int64_t n, int threads) {
-  return units * ceil_div(n, kTaskColumns) < kTasksPerThread * threads ? kNarrowColumns : kTaskColumns;
+// Output columns of a task, `most` or fewer, where each of `units` units has n.
+inline int64_t task_columns(int64_t units, int64_t n, int threads, int64_t most) {
+  while (most > kNarrowColumns && units * ceil_div(n, most) < kTasksPerThread * threads) most /= 2;
+  return most;
 }
 
 // Bytes that packed x may take at once. Enough for any single unit; beyond kWaveBytes the units go in waves.

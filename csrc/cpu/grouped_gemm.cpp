@@ -12,7 +12,8 @@ struct Plan {
   Plan(const GroupedGemmProblem& p, const TileTable& table, int threads, Arena& arena) : projection(table, p.weight, p.dtype) {
     packed_bytes = packed_capacity(projection, p.rows);
     const int64_t unit_rows = p.rows < kUnitRows ? p.rows : kUnitRows;
-    tile_floats = unit_rows * kTaskColumns;
+    ld = projection.most_columns(unit_rows);
+    tile_floats = unit_rows * ld;
     units = arena.take<Unit>(max_units(p.rows, p.weight.experts));
     packed = arena.take<char>(packed_bytes);
     scratch_floats = round_up(projection.scratch_floats(unit_rows, 1, false), 16);
@@ -21,10 +22,10 @@ struct Plan {
   }
 
   Projection projection;
-  int64_t packed_bytes, scratch_floats, tile_floats;
+  int64_t packed_bytes, ld, scratch_floats, tile_floats;
   Unit* units;
   char* packed;
-  float *scratch, *tiles;  // per worker: scratch of a product; fp32 outputs [unit rows][kTaskColumns]
+  float *scratch, *tiles;  // per worker: scratch of a product; fp32 outputs [unit rows][ld]
 };
 
 void zero_rows(const GroupedGemmProblem& p, int64_t begin, int64_t end) {
@@ -59,7 +60,9 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
   const Parallel pool = pool_for(parallel, p.rows, experts, columns * p.weight.k);
   for (int64_t begin = 0; begin < units;) {
     const int64_t end = next_wave(plan.projection, nullptr, plan.units, begin, units, plan.packed_bytes, p.rows);
-    const int64_t width = task_columns(end - begin, columns, pool.threads), chunks = ceil_div(columns, width);
+    const Unit& last = plan.units[end - 1];
+    const int64_t rows = last.row0 + last.m - plan.units[begin].row0, most = plan.projection.most_columns(rows / (end - begin));
+    const int64_t width = task_columns(end - begin, columns, pool.threads, most), chunks = ceil_div(columns, width);
     run_tasks(pool, table, end - begin, [&](int64_t, int64_t i) {
       Unit& unit = plan.units[begin + i];
       const char* x = static_cast<const char*>(p.x) + unit.row0 * p.x_stride * dtype_bytes(p.dtype);
@@ -69,12 +72,12 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
       const Unit& unit = plan.units[begin + task / chunks];
       const int64_t n0 = task % chunks * width, n = columns - n0 < width ? columns - n0 : width;
       float* c = plan.tiles + worker * plan.tile_floats;
-      plan.projection.multiply(unit, plan.packed, {1, {n0, 0}, 1}, n, plan.scratch + worker * plan.scratch_floats, c, kTaskColumns);
+      plan.projection.multiply(unit, plan.packed, {1, {n0, 0}, 1}, n, plan.scratch + worker * plan.scratch_floats, c, plan.ld);
       // A sum of one row with weight one: rounds fp32 to the output's dtype.
       const float one = 1.f;
       for (int64_t i = 0; i < unit.m; ++i) {
         char* out = static_cast<char*>(p.out) + ((unit.row0 + i) * columns + n0) * dtype_bytes(p.dtype);
-        table.combine(c, kTaskColumns, &i, &one, 1, n, out, p.dtype);
+        table.combine(c, plan.ld, &i, &one, 1, n, out, p.dtype);
       }
     });
     begin = end;

@@ -28,7 +28,8 @@ struct Plan {
     // A wave holds as many rows of h as its packed x takes, but never fewer than one unit.
     const int64_t h_row = ldh * dtype_bytes(p.dtype), fitting = packed_bytes / (h_row > 0 ? h_row : 1);
     wave_rows = fitting > kUnitRows ? (fitting < slots ? fitting : slots) : unit_rows;
-    tile_floats = 2 * unit_rows * kTaskColumns;
+    ld = w13.most_columns(unit_rows);
+    tile_floats = 2 * unit_rows * ld;
 
     offsets = arena.take<int64_t>(p.w13.experts + 1);
     cursor = arena.take<int64_t>(p.w13.experts);
@@ -49,7 +50,7 @@ struct Plan {
   }
 
   Projection w13, w2;
-  int64_t tokens, packed_bytes, wave_rows, ldh, scratch_floats, tile_floats;
+  int64_t tokens, packed_bytes, wave_rows, ldh, ld, scratch_floats, tile_floats;
   int64_t *offsets, *cursor;     // [E + 1], [E]
   int64_t *sorted, *position;    // [slots]: row -> token (after sorting), slot -> row or -1
   float* row_scale;              // [slots] router weight of each row, when it multiplies the input
@@ -105,7 +106,9 @@ class Layer {
   // body(worker, unit, n0, n) over units begin..end times runs of output columns.
   template <class Body>
   void for_columns(int64_t begin, int64_t end, int64_t n, const Body& body) {
-    const int64_t columns = task_columns(end - begin, n, parallel_.threads), chunks = ceil_div(n, columns);
+    const Unit& last = plan_.units[end - 1];
+    const int64_t rows = last.row0 + last.m - plan_.units[begin].row0, most = plan_.w13.most_columns(rows / (end - begin));
+    const int64_t columns = task_columns(end - begin, n, parallel_.threads, most), chunks = ceil_div(n, columns);
     run_tasks(parallel_, table_, (end - begin) * chunks, [&](int64_t worker, int64_t task) {
       const int64_t n0 = task % chunks * columns;
       body(worker, plan_.units[begin + task / chunks], n0, n - n0 < columns ? n - n0 : columns);
@@ -129,9 +132,9 @@ class Layer {
       Projection::Parts parts{gate ? 2 : 1, {n0, p_.intermediate + n0}, 1};
       if (gate && !halves) parts = {2, {2 * n0, 2 * n0 + 1}, 2};
       float* c = plan_.tiles + worker * plan_.tile_floats;
-      plan_.w13.multiply(unit, plan_.packed, parts, n, plan_.scratch + worker * plan_.scratch_floats, c, kTaskColumns);
+      plan_.w13.multiply(unit, plan_.packed, parts, n, plan_.scratch + worker * plan_.scratch_floats, c, plan_.ld);
       char* h = h_rows(begin, unit) + n0 * dtype_bytes(p_.dtype);
-      table_.activate(p_.activation, c, gate ? c + unit.m * kTaskColumns : nullptr, kTaskColumns, unit.m, n, h, plan_.ldh, p_.dtype);
+      table_.activate(p_.activation, c, gate ? c + unit.m * plan_.ld : nullptr, plan_.ld, unit.m, n, h, plan_.ldh, p_.dtype);
     });
   }
 
@@ -143,10 +146,10 @@ class Layer {
     for_columns(begin, end, p_.hidden, [&](int64_t worker, const Unit& unit, int64_t n0, int64_t n) {
       // Through a compact tile: rows of y lie a power of two apart and would fight for the same cache sets.
       float* c = plan_.tiles + worker * plan_.tile_floats;
-      plan_.w2.multiply(unit, plan_.packed, {1, {n0, 0}, 1}, n, plan_.scratch + worker * plan_.scratch_floats, c, kTaskColumns);
+      plan_.w2.multiply(unit, plan_.packed, {1, {n0, 0}, 1}, n, plan_.scratch + worker * plan_.scratch_floats, c, plan_.ld);
       for (int64_t i = 0; i < unit.m; ++i) {
         float* row = plan_.y + (unit.row0 + i) * p_.hidden + n0;
-        for (int64_t j = 0; j < n; ++j) row[j] = c[i * kTaskColumns + j];
+        for (int64_t j = 0; j < n; ++j) row[j] = c[i * plan_.ld + j];
       }
     });
   }

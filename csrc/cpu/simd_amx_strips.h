@@ -4,13 +4,16 @@
 // stay in tiles over all columns: dense weights where they lie, packed ones from a ring of two blocks, the next of which is decoded between
 // the products of this one. More instructions between two products than the core can look ahead over would run by turns instead. Packed weights
 // are decoded again for every run of x tiles, which costs less than keeping them decoded in L2; so runs of three, though they load seven tiles
-// for six products where two by two loads one for each (docs/performance.md).
+// for six products where two by two loads one for each. With many tiles of x, sums that go to memory and back cost less than that: four
+// blocks, which L1 holds while x streams past it, are then decoded once for all runs, of two (docs/performance.md).
 #pragma once
 
 namespace int4_emu::cpu {
 namespace {
 
 constexpr int64_t kStripX = 512 << 10;  // elements of x in one go: they stay in L2 from strip to strip
+constexpr int64_t kKeptTiles = 10;      // tiles of x from which on blocks are kept
+constexpr int64_t kKeptBlocks = 4;
 
 bool serves_strips(const Weight& w, DType x) {
   return x == DType::bf16 && w.k > 0 && (w.packed || (w.dtype == DType::bf16 && w.k_stride == 1));
@@ -18,9 +21,11 @@ bool serves_strips(const Weight& w, DType x) {
 
 inline int64_t strip_depth(const Weight& w) { return round_up_to(w.k, kBlockK); }
 
-// Columns in one go, with m rows of x: as few goes as fit, all alike.
+inline bool keeps_blocks(const Weight& w, int64_t m) { return w.packed && m > (kKeptTiles - 1) * kTile; }
+
+// Columns in one go, with m rows of x: as few goes as fit, all alike. Where blocks are kept, x of the next go is fetched to L2 beside it.
 inline int64_t strip_columns(const Weight& w, int64_t m) {
-  const int64_t fitting = kStripX / round_up_to(m, kTile), most = fitting < kBlockK ? kBlockK : fitting < kStripK ? fitting : kStripK;
+  const int64_t fitting = kStripX / (keeps_blocks(w, m) ? 2 : 1) / round_up_to(m, kTile), most = fitting < kBlockK ? kBlockK : fitting < kStripK ? fitting : kStripK;
   const int64_t blocks = strip_depth(w) / kBlockK, goes = (blocks + most / kBlockK - 1) / (most / kBlockK);
   return (blocks + goes - 1) / goes * kBlockK;
 }
@@ -85,36 +90,48 @@ inline void write_sums(const float* sums, float* c, int64_t ldc, int64_t m, int6
   for (int64_t i = 0; i < (m < kTile ? m : kTile); ++i) _mm512_mask_storeu_ps(c + i * ldc, mask, _mm512_load_ps(rows + i * kTile));
 }
 
+// A tile of x, which streams past L1 where that has better to hold.
+template <bool kStreams>
+inline __attribute__((always_inline)) void load_x6(const char* x) {
+  if constexpr (kStreams) _tile_stream_loadd(6, x, 64);
+  else _tile_loadd(6, x, 64);
+}
+template <bool kStreams>
+inline __attribute__((always_inline)) void load_x7(const char* x) {
+  if constexpr (kStreams) _tile_stream_loadd(7, x, 64);
+  else _tile_loadd(7, x, 64);
+}
+
 // Sums of 32 weight rows and kT tiles of x += their products over 32 columns, and four parts of other work between them. A tile of sums is
 // numbered as they are multiplied here.
-template <int kT, class Beside>
+template <int kT, bool kStreams, class Beside>
 inline __attribute__((always_inline)) void multiply_tiles(const char* w, int64_t w_half, int64_t w_stride, const char* x, int64_t x_block,
                                                           const Beside& beside) {
   if constexpr (kT == 3) {  // eight tiles are one too few to keep both tiles of weights beside one of x
     _tile_loadd(6, w, w_stride);
-    _tile_loadd(7, x, 64);
+    load_x7<false>(x);
     _tile_dpbf16ps(0, 6, 7);
     beside.part(0);
-    _tile_loadd(7, x + x_block, 64);
+    load_x7<false>(x + x_block);
     _tile_dpbf16ps(1, 6, 7);
     beside.part(1);
-    _tile_loadd(7, x + 2 * x_block, 64);
+    load_x7<kStreams>(x + 2 * x_block);
     _tile_dpbf16ps(4, 6, 7);
     _tile_loadd(6, w + w_half, w_stride);
     _tile_dpbf16ps(5, 6, 7);
     beside.part(2);
-    _tile_loadd(7, x + x_block, 64);
+    load_x7<kStreams>(x + x_block);
     _tile_dpbf16ps(3, 6, 7);
     beside.part(3);
-    _tile_loadd(7, x, 64);
+    load_x7<kStreams>(x);
     _tile_dpbf16ps(2, 6, 7);
   } else {
     _tile_loadd(4, w, w_stride);
-    _tile_loadd(6, x, 64);
+    load_x6<kStreams>(x);
     _tile_dpbf16ps(0, 4, 6);
     beside.part(0);
     if constexpr (kT == 2) {
-      _tile_loadd(7, x + x_block, 64);
+      load_x7<kStreams>(x + x_block);
       _tile_dpbf16ps(1, 4, 7);
     }
     beside.part(1);
@@ -182,27 +199,66 @@ struct DecodeBeside {
   inline __attribute__((always_inline)) void part(int i) const { block.template rows<2>(first + 2 * i, out); }
 };
 
-// Packed weights: block by block from the ring, of which `half` is ready, while the next block is decoded; after the last one that is the first
-// block of `after`. Returns the half that is ready then.
-template <int kT, class Blocks>
-inline int64_t multiply_blocks(const StripShape& shape, const StripStep& a, char* ring, int64_t half, Blocks& next, const Strip& after) {
-  begin_sums<kT>(a);
-  for (int64_t b = 0; b < shape.blocks; ++b, half ^= 1) {
-    const char* w = ring + half * kStripBlockBytes;
-    char* out = ring + (half ^ 1) * kStripBlockBytes;
-    if (b + 1 < shape.blocks) next.advance();
-    else next.begin(after);
-    const typename Blocks::Block decoded(next);
-    const char* x = a.x + b * kBlockBytes;
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < 4; ++i) {
-      const DecodeBeside<typename Blocks::Block> beside{decoded, out, 8 * i};
-      multiply_tiles<kT>(w + i * kTileBytes, kBlockBytes, 64, x + i * kTileBytes, a.x_block, beside);
+struct NothingBeside {
+  inline __attribute__((always_inline)) void part(int) const {}
+};
+
+// What runs over kept blocks fetch beside each 32 columns: x of the next go to L2, sums of the next run to L1.
+struct KeptAhead {
+  const char* x;
+  int64_t x_lines;
+  const char* sums[2];  // of the first sixteen weight rows and of the others
+  inline __attribute__((always_inline)) void fetch() {
+    for (int64_t i = 0; i < x_lines; ++i) fetch_line(reinterpret_cast<const uint8_t*>(x + i * 64));
+    x += x_lines * 64;
+#pragma GCC unroll 2
+    for (const char*& half : sums) {
+      _mm_prefetch(half, _MM_HINT_T0);
+      _mm_prefetch(half + 64, _MM_HINT_T0);
+      half += 128;
     }
-    finish_stores(ring);
+  }
+};
+
+// Blocks of packed weights in turn, from a ring whose first block in hand is ready.
+struct BlockRing {
+  char* bytes;
+  int64_t mask;       // blocks of the ring - 1
+  int64_t begin;      // where the first block in hand is
+  int64_t blocks;     // in hand
+  char* block(int64_t b) const { return bytes + ((begin + b) & mask) * kStripBlockBytes; }
+};
+
+// The blocks in hand times some tiles of x. Beside each block the next one is decoded where the run `decodes`, behind the last one where it
+// `ends` its blocks; after the strip's last block that is the first one of `after`.
+template <int kT, class Blocks>
+inline void multiply_blocks(const StripShape& shape, const StripStep& a, const BlockRing& ring, bool decodes, bool ends, Blocks& next,
+                            const Strip& after, KeptAhead* ahead) {
+  begin_sums<kT>(a);
+  for (int64_t b = 0; b < ring.blocks; ++b) {
+    const char* const w = ring.block(b);
+    const char* const x = a.x + b * kBlockBytes;
+    if (b + 1 < ring.blocks ? decodes : ends) {
+      char* const out = ring.block(b + 1);
+      if (next.block + 1 < shape.blocks) next.advance();
+      else next.begin(after);
+      const typename Blocks::Block decoded(next);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; ++i) {
+        const DecodeBeside<typename Blocks::Block> beside{decoded, out, 8 * i};
+        multiply_tiles<kT, true>(w + i * kTileBytes, kBlockBytes, 64, x + i * kTileBytes, a.x_block, beside);
+        if (ahead) ahead->fetch();
+      }
+      finish_stores(ring.bytes);
+    } else {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; ++i) {
+        multiply_tiles<kT, true>(w + i * kTileBytes, kBlockBytes, 64, x + i * kTileBytes, a.x_block, NothingBeside{});
+        if (ahead) ahead->fetch();
+      }
+    }
   }
   end_sums<kT>(a);
-  return half;
 }
 
 // Lines of dense weights, a row's a step.
@@ -222,15 +278,17 @@ inline void multiply_in_place(const StripShape& shape, const StripStep& a, const
   begin_sums<kT>(a);
   for (int64_t t = 0; t < shape.k / 32; ++t) {
     const FetchBeside beside{w, ahead, t};
-    multiply_tiles<kT>(w + t * 64, kTile * w_stride, w_stride, a.x + t * kTileBytes, a.x_block, beside);
+    multiply_tiles<kT, false>(w + t * 64, kTile * w_stride, w_stride, a.x + t * kTileBytes, a.x_block, beside);
   }
   end_sums<kT>(a);
 }
 
-// Runs of tiles of x: as few as there can be, of three tiles and, behind them, of two. A single tile is a run.
+// Runs of tiles of x: as few as there can be, of three tiles and, behind them, of two. A single tile is a run. Over kept blocks: runs of two.
 struct StripRuns {
-  explicit StripRuns(int64_t tiles) : tiles(tiles), count((tiles + 2) / 3), threes(tiles == 1 ? 0 : tiles - 2 * count) {}
+  StripRuns(int64_t tiles, bool kept)
+      : tiles(tiles), count(kept ? (tiles + 1) / 2 : (tiles + 2) / 3), threes(kept || tiles == 1 ? 0 : tiles - 2 * count), kept(kept) {}
   int64_t tiles, count, threes;
+  bool kept;
   int64_t first(int64_t g) const { return g == count ? tiles : g < threes ? 3 * g : threes + 2 * g; }
   int64_t size(int64_t g) const { return first(g + 1) - first(g); }
 };
@@ -240,8 +298,12 @@ struct StripSums {
   StripRuns runs;
   int64_t half() const { return runs.tiles * kTile * kTile; }
   float* of(int64_t q, int64_t g) const { return static_cast<float*>(a.scratch) + 2 * q * half() + runs.first(g) * kTile * kTile; }
-  StripStep step(const StripShape& shape, int64_t q, int64_t g, const char* x, int64_t x_block) const {
-    return {x + runs.first(g) * x_block, x_block, of(q, g), half(), shape.k0 == 0};
+  StripStep step(const StripShape& shape, int64_t q, int64_t g, const char* x, int64_t x_block, bool first) const {
+    return {x + runs.first(g) * x_block, x_block, of(q, g), half(), first && shape.k0 == 0};
+  }
+  void fetched(int64_t q, int64_t g, KeptAhead& ahead) const {
+    ahead.sums[0] = reinterpret_cast<const char*>(of(q, g));
+    ahead.sums[1] = reinterpret_cast<const char*>(of(q, g) + half());
   }
   void write(const StripShape& shape, int64_t q, int64_t g) const {
     const int64_t part = q / shape.strips, j = q % shape.strips * kStripRows;
@@ -254,10 +316,10 @@ struct StripSums {
   }
 };
 
-// The columns in hand of packed weights.
+// The columns in hand of packed weights, in goes of as many blocks as are kept.
 template <class Blocks>
 void multiply_packed_strips(const StripShape& shape, const StripSums& sums, const char* x, int64_t x_block) {
-  alignas(4096) char ring[2 * kStripBlockBytes];
+  alignas(4096) char bytes[kKeptBlocks * kStripBlockBytes];
   Strip strips[2];
   Blocks next(shape);
   next.place(0, strips[0]);
@@ -265,23 +327,35 @@ void multiply_packed_strips(const StripShape& shape, const StripSums& sums, cons
   next.after = &strips[0];
   next.begin(strips[0]);
   const typename Blocks::Block begun(next);
-  for (int64_t r = 0; r < kStripRows; r += 2) begun.template rows<2>(r, ring);
-  finish_stores(ring);
-  int64_t half = 0;
-  const int64_t count = shape.strips * sums.a.parts;
+  for (int64_t r = 0; r < kStripRows; r += 2) begun.template rows<2>(r, bytes);
+  finish_stores(bytes);
+  const StripRuns& runs = sums.runs;
+  const int64_t count = shape.strips * sums.a.parts, most = runs.kept ? kKeptBlocks : shape.blocks;
+  BlockRing ring{bytes, runs.kept ? kKeptBlocks - 1 : 1, 0, 0};
+  // Every strip fetches its part of the next go's x; behind the last go most often comes a task with this x.
+  KeptAhead ahead{shape.ends ? static_cast<const char*>(sums.a.packed_x) : x + runs.tiles * x_block, (32 + count - 1) / count, {}};
   for (int64_t q = 0; q < count; ++q) {
     const Strip& strip = strips[q & 1];
     Strip& other = strips[(q + 1) & 1];
     next.place(q + 1, other);
     if (q + 1 < count) next.prepare(q + 1, other);
     next.after = &other;
-    for (int64_t g = 0; g < sums.runs.count; ++g) {
-      const Strip& after = g + 1 < sums.runs.count || q + 1 == count ? strip : other;
-      const StripStep step = sums.step(shape, q, g, x, x_block);
-      if (sums.runs.size(g) == 1) half = multiply_blocks<1>(shape, step, ring, half, next, after);
-      else if (sums.runs.size(g) == 2) half = multiply_blocks<2>(shape, step, ring, half, next, after);
-      else half = multiply_blocks<3>(shape, step, ring, half, next, after);
-      if (shape.ends) sums.write(shape, q, g);
+    for (int64_t b = 0; b < shape.blocks; b += ring.blocks) {
+      ring.blocks = shape.blocks - b < most ? shape.blocks - b : most;
+      for (int64_t g = 0; g < runs.count; ++g) {
+        const bool last = g + 1 == runs.count;
+        const Strip& after = (runs.kept || last) && q + 1 < count ? other : strip;
+        const StripStep step = sums.step(shape, q, g, x + b * kBlockBytes, x_block, b == 0);
+        KeptAhead* const fetches = runs.kept ? &ahead : nullptr;
+        if (runs.kept) sums.fetched(last ? q + 1 < count && b + ring.blocks == shape.blocks ? q + 1 : q : q, last ? 0 : g + 1, ahead);
+        const bool decodes = !runs.kept || g == 0, ends = !runs.kept || last;
+        if (runs.size(g) == 1) multiply_blocks<1>(shape, step, ring, decodes, ends, next, after, fetches);
+        else if (runs.size(g) == 2) multiply_blocks<2>(shape, step, ring, decodes, ends, next, after, fetches);
+        else multiply_blocks<3>(shape, step, ring, decodes, ends, next, after, fetches);
+        if (!runs.kept) ring.begin += ring.blocks;
+        if (shape.ends && b + ring.blocks == shape.blocks) sums.write(shape, q, g);
+      }
+      if (runs.kept) ring.begin += ring.blocks;
     }
   }
 }
@@ -297,7 +371,7 @@ void multiply_dense_strips(const StripShape& shape, const StripSums& sums, const
     const int64_t next = (shape.row(q + 1, 0) - shape.row(q, 0)) * row_bytes;
     const CodesAhead ahead = in_order ? CodesAhead{next, 64, kStripRows * 64} : CodesAhead{next, stride, 64};
     for (int64_t g = 0; g < sums.runs.count; ++g) {
-      const StripStep step = sums.step(shape, q, g, x, x_block);
+      const StripStep step = sums.step(shape, q, g, x, x_block, true);
       if (sums.runs.size(g) == 1) multiply_in_place<1>(shape, step, from, stride, ahead);
       else if (sums.runs.size(g) == 2) multiply_in_place<2>(shape, step, from, stride, ahead);
       else multiply_in_place<3>(shape, step, from, stride, ahead);
@@ -322,8 +396,8 @@ void multiply_byte_strips(const StripShape& shape, const StripSums& sums, const 
 void multiply_strips(const ProductArgs& a) {
   const Weight& w = *a.weight;
   const int64_t tiles = (a.m + kTile - 1) / kTile, columns = strip_columns(w, a.m), after = a.row0[0] + a.n * a.step;
-  const StripSums sums{a, StripRuns(tiles)};
   const bool in_place = !w.packed && w.k % 32 == 0 && a.n % kStripRows == 0;
+  const StripSums sums{a, StripRuns(tiles, !in_place && keeps_blocks(w, a.m))};
   const char* x = static_cast<const char*>(a.packed_x);
   for (int64_t k0 = 0; k0 < w.k; k0 += columns) {
     const int64_t k = w.k - k0 < columns ? w.k - k0 : columns, blocks = (k + kBlockK - 1) / kBlockK;

@@ -102,6 +102,7 @@ struct ProductFunctions {
   // args.out: packed_x_bytes. False where these numbers need panels after all: infinities, NaN and extremes have no fixed point.
   bool (*pack_x)(const Weight& weight, const PackXArgs& args);
   void (*multiply)(const ProductArgs& args);
+  int64_t wide_rows;  // with this many rows a unit's tasks are better wide, for x comes from L3 once a task; 0: never
 };
 
 struct TileTable {

@@ -239,7 +239,7 @@ const TileTable* portable_table() {
                                   kMultiple,
                                   {packed_x_bytes, pack_x, portable_load_panel, gemm},
                                   {nullptr, nullptr, nullptr, nullptr},
-                                  {nullptr, nullptr, nullptr, nullptr},
+                                  {nullptr, nullptr, nullptr, nullptr, 0},
                                   activate,
                                   combine,
                                   portable_dequantize_row,

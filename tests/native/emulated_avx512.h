@@ -352,6 +352,7 @@ inline void tile_multiply_bytes(int sums, int a, int b) {
 #undef _tile_dpbusd
 #undef _tile_loadd
 #undef _tile_stored
+#undef _tile_stream_loadd
 #undef _tile_zero
 
 #define _mm512_add_ps emulated::add_ps
@@ -434,5 +435,6 @@ inline void tile_multiply_bytes(int sums, int a, int b) {
 #define _tile_zero(t) emulated::tile_zero(t)
 #define _tile_loadd(t, p, stride) emulated::tile_load(t, p, stride)
 #define _tile_stored(t, p, stride) emulated::tile_store(t, p, stride)
+#define _tile_stream_loadd(t, p, stride) emulated::tile_load(t, p, stride)
 #define _tile_dpbf16ps(sums, a, b) emulated::tile_multiply(sums, a, b)
 #define _tile_dpbusd(sums, a, b) emulated::tile_multiply_bytes(sums, a, b)

@@ -147,7 +147,11 @@ void check_whole_products(const TileTable& t, bool quick) {
   // Rows of weights longer than what goes at once on tiles.
   for (const WholeCase& s : {WholeCase{18, 5, 8544, 32, 4, true, DType::bf16, DType::f16, 2, 1}, WholeCase{66, 2, 8832, 384, 4, false, DType::bf16, DType::f32, 1, 1},
                              WholeCase{17, 6, 8224, 64, 4, true, DType::bf16, DType::bf16, 2, 2}, WholeCase{33, 3, 8320, 128, 8, true, DType::bf16, DType::f16, 1, 1},
-                             WholeCase{33, 16, 8224, 1, 0, false, DType::bf16, DType::f32, 1, 1}})
+                             WholeCase{33, 16, 8224, 1, 0, false, DType::bf16, DType::f32, 1, 1},
+                             // Many rows: a strip's blocks decoded once for all of them.
+                             WholeCase{150, 40, 1184, 32, 4, true, DType::bf16, DType::f16, 2, 1}, WholeCase{170, 33, 640, 128, 4, false, DType::bf16, DType::bf16, 1, 1},
+                             WholeCase{500, 64, 1152, 64, 8, true, DType::bf16, DType::f16, 2, 2}, WholeCase{150, 33, 384, 96, 4, true, DType::bf16, DType::f32, 1, 1},
+                             WholeCase{161, 20, 1408, 64, 4, true, DType::bf16, DType::bf16, 2, 1}, WholeCase{150, 16, 32, 32, 4, false, DType::bf16, DType::f16, 1, 1}})
     check_whole_product(t, s, worst);
   if (served < 10) worst.see(INFINITY, "nearly nothing is served");
   worst.report(t, "whole products");
