@@ -347,7 +347,8 @@ void multiply_packed_strips(const StripShape& shape, const StripSums& sums, cons
         const Strip& after = (runs.kept || last) && q + 1 < count ? other : strip;
         const StripStep step = sums.step(shape, q, g, x + b * kBlockBytes, x_block, b == 0);
         KeptAhead* const fetches = runs.kept ? &ahead : nullptr;
-        if (runs.kept) sums.fetched(last ? q + 1 < count && b + ring.blocks == shape.blocks ? q + 1 : q : q, last ? 0 : g + 1, ahead);
+        const bool turns = last && b + ring.blocks == shape.blocks && q + 1 < count;
+        if (runs.kept) sums.fetched(turns ? q + 1 : q, last ? 0 : g + 1, ahead);
         const bool decodes = !runs.kept || g == 0, ends = !runs.kept || last;
         if (runs.size(g) == 1) multiply_blocks<1>(shape, step, ring, decodes, ends, next, after, fetches);
         else if (runs.size(g) == 2) multiply_blocks<2>(shape, step, ring, decodes, ends, next, after, fetches);
