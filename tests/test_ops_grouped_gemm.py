@@ -12,7 +12,7 @@ import torch
 
 import oracle
 from implementations import OnGpu
-from layers import NAMES, Quantised, quantise, random_floats, to_numpy, to_torch
+from layers import NAMES, Quantised, make_layer, quantise, random_floats, to_numpy, to_torch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -104,6 +104,19 @@ def test_many_rows_of_an_expert_over_many_columns(
     bias = random_floats(rng, (3, 1106), torch.bfloat16) if with_bias else None
     options = {} if bias is None else {"bias": to_torch(bias, torch.bfloat16)}
     oracle.check(to_numpy(run_packed(ops, x, w, offsets, **options)), want_rows(x, w.exact, offsets, True, bias))
+
+
+@pytest.mark.parametrize("order", [0, 1], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_many_rows_of_a_whole_layer_over_many_columns(
+    ops: ModuleType, group_size: int, order: int, rng: np.random.Generator
+) -> None:
+    """The same in both projections of a layer, gate and up side by side in a task."""
+    layer = make_layer(
+        rng, tokens=340, experts=2, top_k=1, hidden=1152, intermediate=1152, dtype=torch.bfloat16,
+        group_sizes=(group_size, group_size), bias=True, w13_order=order,
+    )  # fmt: skip
+    oracle.check(to_numpy(layer.run_packed(ops)), layer.want(packed=True))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

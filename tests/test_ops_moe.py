@@ -155,19 +155,6 @@ def test_a_batch_larger_than_any_tile(
     judge(layer.with_(topk_ids=ids), ops, packed)
 
 
-@pytest.mark.parametrize("order", [0, 1], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_many_rows_of_an_expert_over_many_columns(
-    ops: ModuleType, group_size: int, order: int, rng: np.random.Generator
-) -> None:
-    """Rows and columns enough for the widest tasks, gate and up side by side in them."""
-    layer = make_layer(
-        rng, tokens=340, experts=2, top_k=1, hidden=1152, intermediate=1152, dtype=torch.bfloat16,
-        group_sizes=(group_size, group_size), bias=True, w13_order=order,
-    )  # fmt: skip
-    judge(layer, ops, True)
-
-
 # Activations.
 
 
