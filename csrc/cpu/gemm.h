@@ -124,10 +124,12 @@ int64_t append_units(int64_t expert, int64_t row0, int64_t rows, Unit* units, in
 // The most units that `rows` rows over `experts` experts can make.
 constexpr int64_t max_units(int64_t rows, int64_t experts) { return (experts < rows ? experts : rows) + rows / kUnitRows; }
 
-// Output columns of a task, `most` or fewer, where each of `units` units has n.
-inline int64_t task_columns(int64_t units, int64_t n, int threads, int64_t most) {
-  while (most > kNarrowColumns && units * ceil_div(n, most) < kTasksPerThread * threads) most /= 2;
-  return most;
+// Output columns of a task over units begin..end - 1 of n columns each, whose rows lie one behind another.
+inline int64_t task_columns(const Projection& projection, const Unit* units, int64_t begin, int64_t end, int64_t n, int threads) {
+  const int64_t count = end - begin, rows = units[end - 1].row0 + units[end - 1].m - units[begin].row0;
+  int64_t columns = projection.most_columns(rows / count);
+  while (columns > kNarrowColumns && count * ceil_div(n, columns) < kTasksPerThread * threads) columns /= 2;
+  return columns;
 }
 
 // Bytes that packed x may take at once. Enough for any single unit; beyond kWaveBytes the units go in waves.

@@ -60,9 +60,7 @@ Status grouped_gemm(const GroupedGemmProblem& p, void* workspace, size_t bytes, 
   const Parallel pool = pool_for(parallel, p.rows, experts, columns * p.weight.k);
   for (int64_t begin = 0; begin < units;) {
     const int64_t end = next_wave(plan.projection, nullptr, plan.units, begin, units, plan.packed_bytes, p.rows);
-    const Unit& last = plan.units[end - 1];
-    const int64_t rows = last.row0 + last.m - plan.units[begin].row0, most = plan.projection.most_columns(rows / (end - begin));
-    const int64_t width = task_columns(end - begin, columns, pool.threads, most), chunks = ceil_div(columns, width);
+    const int64_t width = task_columns(plan.projection, plan.units, begin, end, columns, pool.threads), chunks = ceil_div(columns, width);
     run_tasks(pool, table, end - begin, [&](int64_t, int64_t i) {
       Unit& unit = plan.units[begin + i];
       const char* x = static_cast<const char*>(p.x) + unit.row0 * p.x_stride * dtype_bytes(p.dtype);

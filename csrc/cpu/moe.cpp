@@ -106,9 +106,7 @@ class Layer {
   // body(worker, unit, n0, n) over units begin..end times runs of output columns.
   template <class Body>
   void for_columns(int64_t begin, int64_t end, int64_t n, const Body& body) {
-    const Unit& last = plan_.units[end - 1];
-    const int64_t rows = last.row0 + last.m - plan_.units[begin].row0, most = plan_.w13.most_columns(rows / (end - begin));
-    const int64_t columns = task_columns(end - begin, n, parallel_.threads, most), chunks = ceil_div(n, columns);
+    const int64_t columns = task_columns(plan_.w13, plan_.units, begin, end, n, parallel_.threads), chunks = ceil_div(n, columns);
     run_tasks(parallel_, table_, (end - begin) * chunks, [&](int64_t worker, int64_t task) {
       const int64_t n0 = task % chunks * columns;
       body(worker, plan_.units[begin + task / chunks], n0, n - n0 < columns ? n - n0 : columns);

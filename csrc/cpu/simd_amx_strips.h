@@ -12,7 +12,7 @@ namespace int4_emu::cpu {
 namespace {
 
 constexpr int64_t kStripX = 512 << 10;  // elements of x in one go: they stay in L2 from strip to strip
-constexpr int64_t kKeptTiles = 10;      // tiles of x from which on blocks are kept
+constexpr int64_t kKeptRows = 9 * kTile + 1;  // rows of x from which on blocks are kept: ten tiles
 constexpr int64_t kKeptBlocks = 4;
 
 bool serves_strips(const Weight& w, DType x) {
@@ -21,11 +21,12 @@ bool serves_strips(const Weight& w, DType x) {
 
 inline int64_t strip_depth(const Weight& w) { return round_up_to(w.k, kBlockK); }
 
-inline bool keeps_blocks(const Weight& w, int64_t m) { return w.packed && m > (kKeptTiles - 1) * kTile; }
+inline bool keeps_blocks(const Weight& w, int64_t m) { return w.packed && m >= kKeptRows; }
 
 // Columns in one go, with m rows of x: as few goes as fit, all alike. Where blocks are kept, x of the next go is fetched to L2 beside it.
 inline int64_t strip_columns(const Weight& w, int64_t m) {
-  const int64_t fitting = kStripX / (keeps_blocks(w, m) ? 2 : 1) / round_up_to(m, kTile), most = fitting < kBlockK ? kBlockK : fitting < kStripK ? fitting : kStripK;
+  const int64_t fitting = kStripX / (keeps_blocks(w, m) ? 2 : 1) / round_up_to(m, kTile);
+  const int64_t most = fitting < kBlockK ? kBlockK : fitting < kStripK ? fitting : kStripK;
   const int64_t blocks = strip_depth(w) / kBlockK, goes = (blocks + most / kBlockK - 1) / (most / kBlockK);
   return (blocks + goes - 1) / goes * kBlockK;
 }
@@ -398,7 +399,7 @@ void multiply_strips(const ProductArgs& a) {
   const Weight& w = *a.weight;
   const int64_t tiles = (a.m + kTile - 1) / kTile, columns = strip_columns(w, a.m), after = a.row0[0] + a.n * a.step;
   const bool in_place = !w.packed && w.k % 32 == 0 && a.n % kStripRows == 0;
-  const StripSums sums{a, StripRuns(tiles, !in_place && keeps_blocks(w, a.m))};
+  const StripSums sums{a, StripRuns(tiles, keeps_blocks(w, a.m))};
   const char* x = static_cast<const char*>(a.packed_x);
   for (int64_t k0 = 0; k0 < w.k; k0 += columns) {
     const int64_t k = w.k - k0 < columns ? w.k - k0 : columns, blocks = (k + kBlockK - 1) / kBlockK;
