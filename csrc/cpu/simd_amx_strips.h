@@ -153,7 +153,7 @@ struct StripStep {
   bool first;       // sums begin at zero
 };
 
-// Sums of two times kT tiles, from and to memory.
+// Sums of two times kT tiles, from and to memory; like x, they shall not drive weights out of L1.
 template <int kT>
 inline void begin_sums(const StripStep& a) {
   if (a.first) {
@@ -165,15 +165,15 @@ inline void begin_sums(const StripStep& a) {
     _tile_zero(5);
     return;
   }
-  _tile_loadd(0, a.sums, 64);
-  _tile_loadd(2, a.sums + a.half, 64);
+  _tile_stream_loadd(0, a.sums, 64);
+  _tile_stream_loadd(2, a.sums + a.half, 64);
   if constexpr (kT > 1) {
-    _tile_loadd(1, a.sums + 256, 64);
-    _tile_loadd(3, a.sums + a.half + 256, 64);
+    _tile_stream_loadd(1, a.sums + 256, 64);
+    _tile_stream_loadd(3, a.sums + a.half + 256, 64);
   }
   if constexpr (kT > 2) {
-    _tile_loadd(4, a.sums + 512, 64);
-    _tile_loadd(5, a.sums + a.half + 512, 64);
+    _tile_stream_loadd(4, a.sums + 512, 64);
+    _tile_stream_loadd(5, a.sums + a.half + 512, 64);
   }
 }
 template <int kT>
@@ -204,19 +204,20 @@ struct NothingBeside {
   inline __attribute__((always_inline)) void part(int) const {}
 };
 
-// What runs over kept blocks fetch beside each 32 columns: x of the next go to L2, sums of the next run to L1.
+// What runs over kept blocks fetch beside each 32 columns: x of the next go to L2, sums of the next run to L1, late, as x soon drives them out.
 struct KeptAhead {
   const char* x;
   int64_t x_lines;
   const char* sums[2];  // of the first sixteen weight rows and of the others
-  inline __attribute__((always_inline)) void fetch() {
+  inline __attribute__((always_inline)) void fetch(bool late) {
     for (int64_t i = 0; i < x_lines; ++i) fetch_line(reinterpret_cast<const uint8_t*>(x + i * 64));
     x += x_lines * 64;
+    if (!late) return;
 #pragma GCC unroll 2
     for (const char*& half : sums) {
-      _mm_prefetch(half, _MM_HINT_T0);
-      _mm_prefetch(half + 64, _MM_HINT_T0);
-      half += 128;
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) _mm_prefetch(half + i * 64, _MM_HINT_T0);
+      half += 256;
     }
   }
 };
@@ -239,6 +240,7 @@ inline void multiply_blocks(const StripShape& shape, const StripStep& a, const B
   for (int64_t b = 0; b < ring.blocks; ++b) {
     const char* const w = ring.block(b);
     const char* const x = a.x + b * kBlockBytes;
+    const bool late = b + 2 >= ring.blocks;
     if (b + 1 < ring.blocks ? decodes : ends) {
       char* const out = ring.block(b + 1);
       if (next.block + 1 < shape.blocks) next.advance();
@@ -248,14 +250,14 @@ inline void multiply_blocks(const StripShape& shape, const StripStep& a, const B
       for (int64_t i = 0; i < 4; ++i) {
         const DecodeBeside<typename Blocks::Block> beside{decoded, out, 8 * i};
         multiply_tiles<kT, true>(w + i * kTileBytes, kBlockBytes, 64, x + i * kTileBytes, a.x_block, beside);
-        if (ahead) ahead->fetch();
+        if (ahead) ahead->fetch(late);
       }
       finish_stores(ring.bytes);
     } else {
 #pragma GCC unroll 4
       for (int64_t i = 0; i < 4; ++i) {
         multiply_tiles<kT, true>(w + i * kTileBytes, kBlockBytes, 64, x + i * kTileBytes, a.x_block, NothingBeside{});
-        if (ahead) ahead->fetch();
+        if (ahead) ahead->fetch(late);
       }
     }
   }
