@@ -87,7 +87,17 @@ struct BlockArgs {
   const char* x[2];         // B tiles, at the first k
   int64_t k;                // a multiple of 32
   float* sums;              // 4 x [16][16]
+  const uint8_t* ahead;     // weights to fetch beside, those of the next rows; or none
 };
+
+// Hardware prefetchers do not follow several rows within a page, but they do follow lines that are asked for in their order in memory.
+constexpr int64_t kAheadColumns = 2048;  // of rows that lie in a page; longer ones come sooner without (docs/performance.md)
+template <int kRows>
+inline __attribute__((always_inline)) void fetch_ahead(const BlockArgs& a, int64_t p) {
+  if (a.ahead == nullptr) return;
+#pragma GCC unroll 32
+  for (int64_t r = 0; r < kRows; ++r) fetch_line(a.ahead + p * 2 * kRows + r * 64);
+}
 
 inline void block_2x2(const BlockArgs& a) {
   _tile_zero(0);
@@ -95,6 +105,7 @@ inline void block_2x2(const BlockArgs& a) {
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t p = 0; p < a.k; p += kKMultiple) {
+    fetch_ahead<2 * kTile>(a, p);
     _tile_loadd(4, a.w[0] + p, a.w_stride);
     _tile_loadd(6, a.x[0] + p / 2 * kPairBytes, kPairBytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -114,6 +125,7 @@ inline void block_2x1(const BlockArgs& a) {
   _tile_zero(0);
   _tile_zero(2);
   for (int64_t p = 0; p < a.k; p += kKMultiple) {
+    fetch_ahead<2 * kTile>(a, p);
     _tile_loadd(6, a.x[0] + p / 2 * kPairBytes, kPairBytes);
     _tile_loadd(4, a.w[0] + p, a.w_stride);
     _tile_dpbf16ps(0, 4, 6);
@@ -128,6 +140,7 @@ inline void block_1x2(const BlockArgs& a) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t p = 0; p < a.k; p += kKMultiple) {
+    fetch_ahead<kTile>(a, p);
     _tile_loadd(4, a.w[0] + p, a.w_stride);
     _tile_loadd(6, a.x[0] + p / 2 * kPairBytes, kPairBytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -141,6 +154,7 @@ inline void block_1x2(const BlockArgs& a) {
 inline void block_1x1(const BlockArgs& a) {
   _tile_zero(0);
   for (int64_t p = 0; p < a.k; p += kKMultiple) {
+    fetch_ahead<kTile>(a, p);
     _tile_loadd(4, a.w[0] + p, a.w_stride);
     _tile_loadd(6, a.x[0] + p / 2 * kPairBytes, kPairBytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -173,6 +187,7 @@ void gemm_amx(const GemmArgs& a) {
   block.w_stride = a.ldw * 2;
   block.k = round_up_to(a.k, kKMultiple);
   block.sums = sums;
+  const bool fetches = a.ldw == a.total_k && a.k == a.total_k && a.k <= kAheadColumns;
   finish_stores(w);
   for (int64_t j = 0; j < a.n; j += 2 * kTile) {
     // First rows of the one or two A tiles. The last tile of a ragged n begins early and repeats rows, which are not written again.
@@ -181,6 +196,7 @@ void gemm_amx(const GemmArgs& a) {
     const int64_t begin1 = left >= 2 * kTile ? j + kTile : a.n - kTile;
     const bool two = left > kTile;
     block.w[0] = w + begin0 * a.ldw;
+    block.ahead = fetches ? reinterpret_cast<const uint8_t*>(w + (begin0 + (two ? 2 : 1) * kTile) * a.ldw) : nullptr;
     block.w[1] = two ? w + begin1 * a.ldw : nullptr;
     for (int64_t i = 0; i < a.m; i += 2 * kTile) {
       const bool wide = a.m - i > kTile;
