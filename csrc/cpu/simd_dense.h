@@ -71,7 +71,7 @@ inline void add_steps(const char* const (&rows)[N], const float* x, int64_t step
   for (int64_t p = 0; p < steps * kStepBytes; p += kStepBytes) {
     if constexpr (kAhead) {
 #pragma GCC unroll 4
-      for (int j = 0; j < N; ++j) _mm_prefetch(rows[j] + p + ahead, _MM_HINT_T0);
+      for (int j = 0; j < N; ++j) _mm_prefetch(rows[j] + p + ahead, _MM_HINT_T1);
     }
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h, x += M * kLanes) {
