@@ -75,6 +75,9 @@ Features detect_features() {
   else if (!has(extended.edx, bit(25))) f.amx = "the CPU has no AMX-INT8";
   else if (!has(state, kTileState)) f.amx = "the operating system does not save AMX tiles";
   else f.amx = request_tiles();
+
+  const Registers vendor = cpuid(0, 0);  // "Auth" "enti" "cAMD", in this order of registers
+  f.fast_dots = vendor.ebx == 0x68747541 && vendor.edx == 0x69746e65 && vendor.ecx == 0x444d4163;
   return f;
 }
 
@@ -82,7 +85,7 @@ Features detect_features() {
 
 Features detect_features() {
   constexpr const char* reason = "the CPU is not x86-64";
-  return {reason, reason, reason};
+  return {reason, reason, reason, false};
 }
 
 #endif

@@ -24,6 +24,7 @@ struct Choice {
   Candidate candidates[kCandidates];  // best first
   const TileTable* table;
   IsaChoice isa;
+  Candidate other_avx512;  // of the other makers' cores
 };
 
 // The CPU's reason wins over the build's: it is the one that rebuilding would not change.
@@ -48,9 +49,10 @@ Choice choose() {
   Choice c{};
   const Features f = detect_features();
   c.candidates[0] = make_candidate("amx", amx_table(), f.amx);
-  c.candidates[1] = make_candidate("avx512", avx512_table(), f.avx512);
+  c.candidates[1] = make_candidate("avx512", avx512_table(f.fast_dots), f.avx512);
   c.candidates[2] = make_candidate("avx2", avx2_table(), f.avx2);
   c.candidates[3] = {"portable", portable_table(), nullptr};
+  c.other_avx512 = make_candidate("avx512-other", avx512_table(!f.fast_dots), f.avx512);
   c.table = portable_table();
 
   // Better sets that come first leave a reason each; the first usable one, or the one asked for, ends the walk.
@@ -100,13 +102,13 @@ Status check_isa() {
 }
 
 const TileTable* find_table(const char* name, const char** why) {
-  for (const Candidate& candidate : choice().candidates) {
-    if (std::strcmp(name, candidate.name) != 0) continue;
-    *why = candidate.reason;
-    return candidate.table;
+  const Choice& c = choice();
+  const Candidate* found = std::strcmp(name, c.other_avx512.name) == 0 ? &c.other_avx512 : nullptr;
+  for (const Candidate& candidate : c.candidates) {
+    if (std::strcmp(name, candidate.name) == 0) found = &candidate;
   }
-  *why = "unknown instruction set";
-  return nullptr;
+  *why = found != nullptr ? found->reason : "unknown instruction set";
+  return found != nullptr ? found->table : nullptr;
 }
 
 const char* packed_numerics(DType x) {

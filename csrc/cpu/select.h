@@ -12,7 +12,8 @@ Status check_isa();
 // The tiles of select_isa(); the portable ones where check_isa() is an error.
 const TileTable& active_table();
 
-// The table called `name`, or null with the reason in *why: an unknown name, not in this build, not on this CPU.
+// The table called `name`, or null with the reason in *why: an unknown name, not in this build, not on this CPU. "avx512-other" is the one for other
+// makers' cores, which only tests ask for.
 const TileTable* find_table(const char* name, const char** why);
 
 }  // namespace int4_emu::cpu

@@ -15,7 +15,6 @@ using Vf = __m256;   // fp32 lanes
 using Vi = __m256i;  // int32 lanes
 constexpr int64_t kLanes = 8;
 constexpr int kRegisters = 16;
-constexpr int kRowsPerBlock = 3;  // rows of x that share one pass over four weight rows: 12 sums in 16 registers
 
 inline __attribute__((always_inline)) void keep_in_register(Vf& a) { __asm__("" : "+x"(a)); }
 inline Vf zero() { return _mm256_setzero_ps(); }

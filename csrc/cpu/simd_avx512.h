@@ -14,7 +14,6 @@ using Vf = __m512;   // fp32 lanes
 using Vi = __m512i;  // int32 lanes
 constexpr int64_t kLanes = 16;
 constexpr int kRegisters = 32;
-constexpr int kRowsPerBlock = 4;  // rows of x that share one pass over four weight rows: 16 sums in 32 registers
 
 inline __attribute__((always_inline)) void keep_in_register([[maybe_unused]] Vf& a) {
 #if !defined(INT4_EMU_EMULATED)  // by the tests' emulated_avx512.h

@@ -134,22 +134,14 @@ void multiply_fixed_panels(const ProductArgs& a, const void* packed_x) {
 void multiply_panels(const ProductArgs& a, const void* packed_x) {
   alignas(64) float panel[kFloatRows * kPanelCodes];
   const Weight& w = *a.weight;
-  const int64_t ldx = round_up_to(w.k, kLanes);
   for (int p = 0; p < a.parts; ++p) {
     for (int64_t k0 = 0; k0 < w.k; k0 += kPanelCodes) {
-      const int64_t k = w.k - k0 < kPanelCodes ? w.k - k0 : kPanelCodes, padded = round_up_to(k, kLanes);
-      const float* x = static_cast<const float*>(packed_x) + k0;
+      const int64_t k = w.k - k0 < kPanelCodes ? w.k - k0 : kPanelCodes;
       for (int64_t j = 0; j < a.n; j += kFloatRows) {
         const int64_t rows = a.n - j < kFloatRows ? a.n - j : kFloatRows;
-        for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t r = 0; r < rows; ++r)
           decode_weight_row<DType::f32>(w, a.expert, a.row0[p] + (j + r) * a.step, k0, k, panel + r * kPanelCodes);
-          for (int64_t i = k; i < padded; ++i) panel[r * kPanelCodes + i] = 0.f;
-        }
-        for (int64_t r = 0; r < rows; r += 4) {
-          float* c = a.c + p * a.m * a.ldc + j + r;
-          const int64_t columns = rows - r < 4 ? rows - r : 4;
-          dot_rows<DotF32, kRowsPerBlock>(x, ldx, a.m, panel + r * kPanelCodes, kPanelCodes, columns, padded, c, a.ldc, k0 > 0);
-        }
+        gemm_rows<MultiplyAdds<DType::f32>>({packed_x, a.m, w.k, panel, rows, kPanelCodes, k0, k, a.c + p * a.m * a.ldc + j, a.ldc, k0 > 0});
       }
     }
   }
@@ -163,7 +155,7 @@ struct alignas(64) PackedHeader {
 bool serves_product(const Weight& w, DType x, int64_t m) { return w.packed && w.k > 0 && (m > kFewRows || fixed_fits(w, x)); }
 
 size_t product_x_bytes(const Weight& w, DType x, int64_t m) {
-  const size_t floats = packed_x_bytes_f32<kLanes>(m, w.k), fixed = fixed_fits(w, x) ? fixed_x_bytes(w, m) : 0;
+  const size_t floats = packed_rows_bytes<MultiplyAdds<DType::f32>>(m, w.k), fixed = fixed_fits(w, x) ? fixed_x_bytes(w, m) : 0;
   return sizeof(PackedHeader) + (floats > fixed ? floats : fixed);
 }
 
@@ -172,7 +164,7 @@ void pack_product_x(const Weight& w, const PackXArgs& a) {
   PackXArgs rest = a;
   rest.out = header + 1;
   header->fixed = fixed_fits(w, a.dtype) && pack_fixed_any(w, a, rest.out);
-  if (!header->fixed) pack_x_f32<kLanes>(rest);
+  if (!header->fixed) pack_rows<MultiplyAdds<DType::f32>>(rest);
 }
 
 template <int kBits, int kBlocks>

@@ -1,6 +1,4 @@
-// The fp32 tile functions: x and weights both row-major, each output one dot product along k. Included after simd_decode.h.
-//
-// Every c[i][j] has one vector of partial sums, whatever the block shape, so a result does not depend on how m or n is cut.
+// What goes into products and comes out of them: vectors of x, panels of weights, sums to c, weighted sums of rows. Included after simd_decode.h.
 #pragma once
 
 namespace int4_emu::cpu {
@@ -26,30 +24,6 @@ inline Vf x_vector(const PackXArgs& a, const void* row, int64_t i, int64_t first
 
 inline const void* x_row(const PackXArgs& a, int64_t i, int64_t element_bytes) {
   return static_cast<const char*>(a.x) + (a.rows ? a.rows[i] : i) * a.x_stride * element_bytes;
-}
-
-// Rows of x as fp32 [m][ld], zero beyond k.
-template <DType D>
-void pack_rows_f32(const PackXArgs& a, int64_t ld) {
-  for (int64_t i = 0; i < a.m; ++i) {
-    const void* row = x_row(a, i, kBytes<D>);
-    float* out = static_cast<float*>(a.out) + i * ld;
-    int64_t j = 0;
-    for (; j < a.k; j += kLanes) store(out + j, x_vector<D>(a, row, i, j));
-    for (; j < ld; j += kLanes) store(out + j, zero());
-  }
-}
-
-// [m][round_up(k, k_multiple)] fp32.
-template <int64_t K_MULTIPLE>
-size_t packed_x_bytes_f32(int64_t m, int64_t k) { return static_cast<size_t>(m * round_up_to(k, K_MULTIPLE)) * 4; }
-
-template <int64_t K_MULTIPLE>
-void pack_x_f32(const PackXArgs& a) {
-  const int64_t ld = round_up_to(a.k, K_MULTIPLE);
-  if (a.dtype == DType::f32) pack_rows_f32<DType::f32>(a, ld);
-  else if (a.dtype == DType::f16) pack_rows_f32<DType::f16>(a, ld);
-  else pack_rows_f32<DType::bf16>(a, ld);
 }
 
 // Dense weights of dtype D to a panel of dtype O (fp32 or bf16).
@@ -120,15 +94,6 @@ void load_panel_as(const LoadPanelArgs& a) {
   for (int64_t r = 0; r < a.n; ++r) __builtin_memset(out + (r * a.ld + a.k) * kBytes<O>, 0, (a.ld - a.k) * kBytes<O>);
 }
 
-// How two vectors of the compute type are multiplied into a vector of fp32 sums.
-struct DotF32 {
-  using Element = float;
-  using Vector = Vf;
-  static constexpr int64_t kStep = kLanes;  // elements a vector
-  static inline Vector load_vector(const Element* p) { return load(p); }
-  static inline Vf multiply_add(Vector a, Vector b, Vf sum) { return fma(a, b, sum); }
-};
-
 // The first `count` <= 4 of four sums to c.
 inline void store_sums(float* c, __m128 sum, int64_t count, bool accumulate) {
   if (count >= 4) {
@@ -138,63 +103,6 @@ inline void store_sums(float* c, __m128 sum, int64_t count, bool accumulate) {
   alignas(16) float part[4];
   _mm_store_ps(part, sum);
   for (int64_t t = 0; t < count; ++t) c[t] = accumulate ? c[t] + part[t] : part[t];
-}
-
-// c[0..M][0..columns] (+)= x rows times N weight rows, N = 4 or 8. Weight rows from `columns` on repeat the last and are dropped.
-// Every loop over i and j is unrolled: an index that is not a constant would put the sums in memory.
-template <class Dot, int M, int N>
-inline void dot_block(const typename Dot::Element* x, int64_t ldx, const typename Dot::Element* w, int64_t ldw, int64_t columns, int64_t k,
-                      float* c, int64_t ldc, bool accumulate) {
-  const typename Dot::Element* rows[N];
-  Vf sums[M][N];
-#pragma GCC unroll 8
-  for (int j = 0; j < N; ++j) {
-    rows[j] = w + (j < columns ? j : columns - 1) * ldw;
-#pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) sums[i][j] = zero();
-  }
-  for (int64_t p = 0; p < k; p += Dot::kStep) {
-    typename Dot::Vector xs[M];
-#pragma GCC unroll 8
-    for (int i = 0; i < M; ++i) xs[i] = Dot::load_vector(x + i * ldx + p);
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) {
-      const typename Dot::Vector wj = Dot::load_vector(rows[j] + p);
-#pragma GCC unroll 8
-      for (int i = 0; i < M; ++i) sums[i][j] = Dot::multiply_add(xs[i], wj, sums[i][j]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < M; ++i) {
-#pragma GCC unroll 2
-    for (int j = 0; j < N; j += 4)
-      store_sums(c + i * ldc + j, sum4(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]), columns - j, accumulate);
-  }
-}
-
-// Rows i.. of x, M at a time and the rest by smaller blocks, against up to four weight rows.
-template <class Dot, int M>
-inline void dot_rows(const typename Dot::Element* x, int64_t ldx, int64_t m, const typename Dot::Element* w, int64_t ldw, int64_t columns,
-                     int64_t k, float* c, int64_t ldc, bool accumulate) {
-  for (; m >= M; m -= M, x += M * ldx, c += M * ldc) dot_block<Dot, M, 4>(x, ldx, w, ldw, columns, k, c, ldc, accumulate);
-  if constexpr (M > 1) {
-    if (m > 0) dot_rows<Dot, M - 1>(x, ldx, m, w, ldw, columns, k, c, ldc, accumulate);
-  }
-}
-
-// GemmArgs over blocks of weight rows, each against all rows of x: a block of weights is read from memory once.
-template <class Dot, int64_t K_MULTIPLE>
-void gemm_dot(const GemmArgs& a) {
-  using Element = typename Dot::Element;
-  const int64_t ldx = round_up_to(a.total_k, K_MULTIPLE), k = round_up_to(a.k, Dot::kStep);
-  const Element* x = static_cast<const Element*>(a.packed_x) + a.k0;
-  const Element* w = static_cast<const Element*>(a.w);
-  const int64_t step = a.m == 1 ? 8 : 4;  // one row of x needs more weight rows to hide the latency of its sums
-  for (int64_t j = 0; j < a.n; j += step) {
-    const int64_t columns = a.n - j < step ? a.n - j : step;
-    if (a.m == 1) dot_block<Dot, 1, 8>(x, ldx, w + j * a.ldw, a.ldw, columns, k, a.c + j, a.ldc, a.accumulate);
-    else dot_rows<Dot, kRowsPerBlock>(x, ldx, a.m, w + j * a.ldw, a.ldw, columns, k, a.c + j, a.ldc, a.accumulate);
-  }
 }
 
 // The sum of each vector of columns stays in a register while the rows pass, in their order.

@@ -128,7 +128,7 @@ struct TileTable {
 // Null when the file was compiled without its instruction set.
 const TileTable* portable_table();
 const TileTable* avx2_table();
-const TileTable* avx512_table();
+const TileTable* avx512_table(bool fast_dots);  // Features::fast_dots
 const TileTable* amx_table();
 
 }  // namespace int4_emu::cpu

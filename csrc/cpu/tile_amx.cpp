@@ -34,6 +34,28 @@ constexpr int64_t kPairBytes = kTile * 4;  // one pair of k of a B tile
 
 size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(round_up_to(m, kTile) * round_up_to(k, kKMultiple)) * 2; }
 
+// Rows of x as bf16 [m][ld], zero-padded. The driver uses bf16 compute for bf16 x; other dtypes are rounded.
+template <DType D>
+void pack_rows_bf16(const PackXArgs& a, int64_t ld, uint16_t* out) {
+  for (int64_t i = 0; i < a.m; ++i, out += ld) {
+    const void* row = x_row(a, i, kBytes<D>);
+    int64_t j = 0;
+    if (D == DType::bf16 && a.perm == nullptr && a.row_scale == nullptr) {
+      __builtin_memcpy(out, row, a.k * 2);
+      __builtin_memset(out + a.k, 0, (ld - a.k) * 2);
+      continue;
+    }
+    for (; j < a.k; j += kLanes) store_bf16(out + j, x_vector<D>(a, row, i, j));
+    for (; j < ld; j += kLanes) store_bf16(out + j, zero());
+  }
+}
+
+inline void pack_rows_bf16(const PackXArgs& a, int64_t ld, uint16_t* out) {
+  if (a.dtype == DType::f32) pack_rows_bf16<DType::f32>(a, ld, out);
+  else if (a.dtype == DType::f16) pack_rows_bf16<DType::f16>(a, ld, out);
+  else pack_rows_bf16<DType::bf16>(a, ld, out);
+}
+
 void pack_x_bf16(const PackXArgs& a) {
   const int64_t ld = round_up_to(a.k, kKMultiple);
   char* out = static_cast<char*>(a.out);
@@ -286,7 +308,7 @@ void multiply(const ProductArgs& a) {
 
 const TileTable kTable = {"amx",
                           kKMultiple,
-                          {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
+                          panels_of<MultiplyAdds<DType::f32>>,
                           {packed_x_bytes_bf16, pack_x_bf16, load_panel_as<DType::bf16>, gemm_amx},
                           {serves, packed_x_bytes, pack_x, multiply, kKeptRows},
                           activate,

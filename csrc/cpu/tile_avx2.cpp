@@ -9,9 +9,9 @@
 #include "simd_decode.h"
 #include "simd_transposed.h"
 #include "simd_tile.h"
+#include "simd_dense.h"
 #include "simd_fixed256.h"
 #include "simd_panels256.h"
-#include "simd_dense.h"
 
 namespace int4_emu::cpu {
 namespace {
@@ -28,7 +28,7 @@ void multiply(const ProductArgs& a) { a.weight->packed ? multiply_product(a) : m
 constexpr int64_t kKMultiple = 8;
 const TileTable kTable = {"avx2",
                           kKMultiple,
-                          {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
+                          panels_of<MultiplyAdds<DType::f32>>,
                           {nullptr, nullptr, nullptr, nullptr},
                           {serves, packed_bytes, pack_x, multiply, 0},
                           activate,

@@ -20,57 +20,61 @@
 namespace int4_emu::cpu {
 namespace {
 
-// [m][round_up(k, 32)] bf16.
-size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(m * round_up_to(k, kKMultiple)) * 2; }
+// Which way m rows go. Packed weights meet rows of bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers; dense ones meet rows where
+// they lie, in fp32 or, with bf16 on both sides, by vdpbf16ps. kFastDots: whether that does twice as much a cycle as multiply-adds in fp32 (AMD), and
+// not half as much (Intel). Then only a few rows, for which panels of bf16 are not worth decoding, go in integers (docs/performance.md).
+template <bool kFastDots>
+struct Ways {
+  static constexpr int64_t kLimbsMost = kFastDots ? 16 : int64_t{1} << 40, kDenseMost = kFastDots ? 0 : 32;
 
-void pack_x_bf16(const PackXArgs& a) { pack_rows_bf16(a, round_up_to(a.k, kKMultiple), static_cast<uint16_t*>(a.out)); }
+  static bool dots(const Weight& w, DType x, int64_t m) { return x == DType::bf16 && w.dtype == DType::bf16 && m > kDenseMost; }
 
-// Packed weights meet rows of bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers; dense ones meet a few rows in fp32, and any number
-// where that is the compute type. On Intel vdpbf16ps does half as much as fp32's multiply-adds; few rows wait for memory anywhere.
-constexpr int64_t kDenseRows = 32;
+  static bool serves(const Weight& w, DType x, int64_t m) {
+    if (!w.packed) return serves_dense(w);
+    return serves_dots(w, x, m) || (serves_limbs(w, x) && (x != DType::bf16 || m <= kLimbsMost));
+  }
 
-bool serves(const Weight& w, DType x, int64_t m) {
-  if (w.packed) return serves_limbs(w, x) || serves_dots(w, x, m);
-  return m <= kDenseRows ? serves_dense(w) : serves_dense_f32(w, x);
-}
+  static size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
+    if (w.packed) return x != DType::f32 ? packed_x_bytes_limbs(w, m) : packed_x_bytes_dots(w);
+    return dots(w, x, m) ? packed_rows_bytes<DotBf16>(m, w.k) : packed_dense_x_bytes(w, m);
+  }
 
-size_t packed_x_bytes(const Weight& w, DType x, int64_t m) {
-  if (!w.packed) return packed_dense_x_bytes(w, m);
-  return x != DType::f32 ? packed_x_bytes_limbs(w, m) : packed_x_bytes_dots(w);
-}
+  static bool pack_x(const Weight& w, const PackXArgs& a) {
+    if (w.packed && a.dtype != DType::f32) return pack_x_limbs(w, a);
+    if (w.packed) pack_x_dots(w, a);
+    else if (dots(w, a.dtype, a.m)) pack_rows<DotBf16>(a);
+    else pack_dense_x(w, a);
+    return true;
+  }
 
-bool pack_x(const Weight& w, const PackXArgs& a) {
-  if (w.packed && a.dtype != DType::f32) return pack_x_limbs(w, a);
-  w.packed ? pack_x_dots(w, a) : pack_dense_x(w, a);
-  return true;
-}
+  static void multiply(const ProductArgs& a) {
+    const Weight& w = *a.weight;
+    if (w.packed) a.dtype != DType::f32 ? multiply_limbs(a) : multiply_dots(a);
+    else dots(w, a.dtype, a.m) ? multiply_rows<DotBf16>(a) : multiply_dense(a);
+  }
+};
 
-void multiply(const ProductArgs& a) {
-  if (!a.weight->packed) multiply_dense(a);
-  else if (a.dtype != DType::f32) multiply_limbs(a);
-  else multiply_dots(a);
-}
-
-const TileTable kTable = {"avx512",
-                          kKMultiple,
-                          {packed_x_bytes_f32<kKMultiple>, pack_x_f32<kKMultiple>, load_panel_as<DType::f32>, gemm_dot<DotF32, kKMultiple>},
-                          {packed_x_bytes_bf16, pack_x_bf16, load_panel_as<DType::bf16>, gemm_dot<DotBf16, kKMultiple>},
-                          {serves, packed_x_bytes, pack_x, multiply, 0},
-                          activate,
-                          combine,
-                          dequantize_row,
-                          dequantize_transposed,
-                          nullptr,
-                          nullptr};
+template <bool kFastDots>
+constexpr TileTable table = {"avx512",
+                             kKMultiple,
+                             panels_of<MultiplyAdds<DType::f32>>,
+                             panels_of<DotBf16>,
+                             {Ways<kFastDots>::serves, Ways<kFastDots>::packed_x_bytes, Ways<kFastDots>::pack_x, Ways<kFastDots>::multiply, 0},
+                             activate,
+                             combine,
+                             dequantize_row,
+                             dequantize_transposed,
+                             nullptr,
+                             nullptr};
 
 }  // namespace
 
-const TileTable* avx512_table() { return &kTable; }
+const TileTable* avx512_table(bool fast_dots) { return fast_dots ? &table<true> : &table<false>; }
 
 }  // namespace int4_emu::cpu
 
 #else
 
-const int4_emu::cpu::TileTable* int4_emu::cpu::avx512_table() { return nullptr; }
+const int4_emu::cpu::TileTable* int4_emu::cpu::avx512_table(bool) { return nullptr; }
 
 #endif

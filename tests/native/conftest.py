@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-TABLES = ["portable", "avx2", "avx512", "amx"]
+TABLES = ["portable", "avx2", "avx512", "avx512-other", "amx"]
 
 
 @pytest.fixture(scope="session")

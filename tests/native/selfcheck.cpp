@@ -318,7 +318,7 @@ int main(int argc, char** argv) {
     else names.emplace_back(argv[i]);
   }
   const bool all = names.empty();
-  if (all) names = {"portable", "avx2", "avx512", "amx"};
+  if (all) names = {"portable", "avx2", "avx512", "avx512-other", "amx"};
   for (const std::string& name : names) {
     const char* why = nullptr;
     const TileTable* t = cpu::find_table(name.c_str(), &why);
