@@ -14,7 +14,7 @@ constexpr int64_t kDepth = 1024;
 constexpr int kGroupRows = 6;  // rows of x that share a pass over the weights
 // Rows of weights that all rows of x meet before the next. Few rows of x ask memory for the weights, which come best in their order; many
 // ask the caches for x.
-constexpr int64_t strip_rows(int64_t m) { return m <= 2 ? 4 : m <= 24 ? (kRegisters == 16 ? 6 : 8) : 12; }
+constexpr int64_t strip_rows(int64_t m) { return m > 24 ? 12 : kRegisters > 16 ? 8 : m <= 2 ? 4 : 6; }
 
 // How a step of weights of one type meets a step of x: in fp32.
 template <DType W>
@@ -80,105 +80,138 @@ void pack_rows(const PackXArgs& a) {
   else pack_rows_of<Dot, DType::bf16>(a);
 }
 
-// sums += N rows of weights times M rows of x, `steps` steps of them. With kAhead each step fetches what lies `ahead` bytes from it. Into L2: rows
-// a page apart are of one set of L1.
-template <class Dot, int M, int N, bool kAhead>
+// How the first pass over some rows fetches others. Row beside row into L2, for those a page apart are of one set of L1; but hardware prefetchers do
+// not follow several within a page, so shorter rows are fetched in their order in memory, into L1.
+enum class Fetch { none, rows, in_order };
+constexpr int64_t kPageBytes = 4096;
+
+// sums += N rows of weights times M rows of x, `steps` steps of them. What is fetched for a row lies `ahead` bytes from it; in order, from the first.
+template <class Dot, int M, int N, Fetch kFetch>
 inline void add_steps(const char* const (&rows)[N], const typename Dot::Element* x, int64_t steps, int64_t ahead, Vf (&sums)[M][N]) {
   constexpr int64_t kStepBytes = kStep * kBytes<Dot::kWeights>;
   constexpr bool kRegister = M * N + N + 2 < kRegisters;
   for (int64_t p = 0; p < steps * kStepBytes; p += kStepBytes) {
-    if constexpr (kAhead) {
-#pragma GCC unroll 4
-      for (int j = 0; j < N; ++j) _mm_prefetch(rows[j] + p + ahead, _MM_HINT_T1);
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) {
+      if constexpr (kFetch == Fetch::rows) _mm_prefetch(rows[j] + p + ahead, _MM_HINT_T1);
+      if constexpr (kFetch == Fetch::in_order) _mm_prefetch(rows[0] + p * N + ahead + j * kStepBytes, _MM_HINT_T0);
     }
 #pragma GCC unroll 2
     for (int h = 0; h < Dot::kVectors; ++h, x += M * kStep / Dot::kVectors) {
       typename Dot::Vector weights[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int j = 0; j < N; ++j) weights[j] = Dot::template weights<kRegister>(rows[j] + p, h);
 #pragma GCC unroll 6
       for (int i = 0; i < M; ++i) {
         const typename Dot::Vector xi = Dot::load_x(x + i * kStep / Dot::kVectors);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < N; ++j) sums[i][j] = Dot::multiply_add(xi, weights[j], sums[i][j]);
       }
     }
   }
 }
 
-// c[0..M)[0..N) (+)= N rows of weights, columns k0..k0 + k of them, times M rows of x. `x` points at column k0.
-template <class Dot, int M, int N, bool kAhead>
-void dense_block(const char* row, int64_t row_bytes, const typename Dot::Element* x, int64_t k, int64_t ahead, float* c, int64_t ldc, bool accumulate) {
+// Columns k0..k0 + k of n rows of weights, and what to fetch beside.
+struct RowStrip {
+  const char* row;
+  int64_t row_bytes, n, k0, k;
+  int64_t ahead;  // bytes to the rows to fetch
+};
+// Where the rows' products go.
+struct RowSums {
+  float* c;
+  int64_t ldc;
+  bool accumulate;
+};
+
+// c[0..M)[j..j + N) (+)= rows j..j + N of a strip times M rows of x, which points at column k0.
+template <class Dot, int M, int N, Fetch kFetch>
+void dense_block(const RowStrip& strip, int64_t j, const typename Dot::Element* x, const RowSums& to) {
+  constexpr int64_t kBytesOf = kBytes<Dot::kWeights>;
   const char* rows[N];
   Vf sums[M][N];
-#pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) {
-    rows[j] = row + j * row_bytes;
+#pragma GCC unroll 8
+  for (int r = 0; r < N; ++r) {
+    rows[r] = strip.row + (j + r) * strip.row_bytes + strip.k0 * kBytesOf;
 #pragma GCC unroll 6
-    for (int i = 0; i < M; ++i) sums[i][j] = zero();
+    for (int i = 0; i < M; ++i) sums[i][r] = zero();
   }
-  const int64_t whole = k / kStep;
-  add_steps<Dot, M, N, kAhead>(rows, x, whole, ahead, sums);
-  if (const int64_t rest = k - whole * kStep; __builtin_expect(rest > 0, 0)) {
-    alignas(64) char copies[N][kStep * kBytes<Dot::kWeights>] = {};
-#pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) {
-      __builtin_memcpy(copies[j], rows[j] + whole * kStep * kBytes<Dot::kWeights>, rest * kBytes<Dot::kWeights>);
-      rows[j] = copies[j];
+  const int64_t whole = strip.k / kStep;
+  // In order, earlier columns of all N rows are behind.
+  add_steps<Dot, M, N, kFetch>(rows, x, whole, strip.ahead + (kFetch == Fetch::in_order ? strip.k0 * kBytesOf * (N - 1) : 0), sums);
+  if (const int64_t rest = strip.k - whole * kStep; __builtin_expect(rest > 0, 0)) {
+    alignas(64) char copies[N][kStep * kBytesOf] = {};
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) {
+      __builtin_memcpy(copies[r], rows[r] + whole * kStep * kBytesOf, rest * kBytesOf);
+      rows[r] = copies[r];
     }
-    add_steps<Dot, M, N, false>(rows, x + whole * kStep * M, 1, 0, sums);
+    add_steps<Dot, M, N, Fetch::none>(rows, x + whole * kStep * M, 1, 0, sums);
   }
 #pragma GCC unroll 6
   for (int i = 0; i < M; ++i) {
-    const Vf* s = sums[i];
-    store_sums(c + i * ldc, sum4(s[0], s[N > 1 ? 1 : 0], s[N > 2 ? 2 : 0], s[N > 3 ? 3 : 0]), N, accumulate);
+#pragma GCC unroll 2
+    for (int r = 0; r < N; r += 4) {
+      const Vf* s = sums[i] + r;
+      store_sums(to.c + i * to.ldc + j + r, sum4(s[0], s[N > 1 ? 1 : 0], s[N > 2 ? 2 : 0], s[N > 3 ? 3 : 0]), N - r, to.accumulate);
+    }
   }
 }
 
-// Rows of weights that meet M rows of x at a time: enough sums to hide their latency, and no more than registers hold.
-template <int M>
-constexpr int kBlockRows = M <= 2 || kRegisters > 16 ? 4 : M == 3 ? 3 : 2;
+// Rows of weights that meet M rows of x at a time: enough sums to hide their latency, and no more than registers hold. One or two rows of x wait
+// for memory, which serves eight rows of weights fetched side by side sooner than four.
+template <int M, Fetch kFetch>
+constexpr int kBlockRows = kRegisters > 16 ? (M <= 2 && kFetch == Fetch::rows ? 8 : 4) : M <= 2 ? 4 : M == 3 ? 3 : 2;
 
-// What a strip of n rows of weights needs: c[0..M)[0..n) (+)= their product, as above.
-template <class Dot, int M, bool kAhead>
-void dense_strip(const char* row, int64_t row_bytes, int64_t n, const typename Dot::Element* x, int64_t k, int64_t ahead, float* c, int64_t ldc, bool accumulate) {
-  constexpr int N = kBlockRows<M>;
+template <class Dot, int M, Fetch kFetch>
+void dense_strip(const RowStrip& strip, const typename Dot::Element* x, const RowSums& to) {
+  constexpr int N = kBlockRows<M, kFetch>;
   int64_t j = 0;
   // Four rows left by three are two and two.
-  for (; n - j >= N && (N != 3 || n - j != 4); j += N) dense_block<Dot, M, N, kAhead>(row + j * row_bytes, row_bytes, x, k, ahead, c + j, ldc, accumulate);
-  for (; n - j >= 2; j += 2) dense_block<Dot, M, 2, kAhead>(row + j * row_bytes, row_bytes, x, k, ahead, c + j, ldc, accumulate);
-  if (j < n) dense_block<Dot, M, 1, kAhead>(row + j * row_bytes, row_bytes, x, k, ahead, c + j, ldc, accumulate);
+  for (; strip.n - j >= N && (N != 3 || strip.n - j != 4); j += N) dense_block<Dot, M, N, kFetch>(strip, j, x, to);
+  if constexpr (N > 4) {
+    for (; strip.n - j >= 4; j += 4) dense_block<Dot, M, 4, kFetch>(strip, j, x, to);
+  }
+  for (; strip.n - j >= 2; j += 2) dense_block<Dot, M, 2, kFetch>(strip, j, x, to);
+  if (j < strip.n) dense_block<Dot, M, 1, kFetch>(strip, j, x, to);
 }
 
-template <class Dot, bool kAhead>
-void dense_strip(int64_t m, const char* row, int64_t row_bytes, int64_t n, const typename Dot::Element* x, int64_t k, int64_t ahead, float* c, int64_t ldc,
-                 bool accumulate) {
+template <class Dot, Fetch kFetch>
+void dense_strip(int64_t m, const RowStrip& strip, const typename Dot::Element* x, const RowSums& to) {
   switch (m) {
-    case 1: return dense_strip<Dot, 1, kAhead>(row, row_bytes, n, x, k, ahead, c, ldc, accumulate);
-    case 2: return dense_strip<Dot, 2, kAhead>(row, row_bytes, n, x, k, ahead, c, ldc, accumulate);
-    case 3: return dense_strip<Dot, 3, kAhead>(row, row_bytes, n, x, k, ahead, c, ldc, accumulate);
-    case 4: return dense_strip<Dot, 4, kAhead>(row, row_bytes, n, x, k, ahead, c, ldc, accumulate);
-    case 5: return dense_strip<Dot, 5, kAhead>(row, row_bytes, n, x, k, ahead, c, ldc, accumulate);
-    default: return dense_strip<Dot, 6, kAhead>(row, row_bytes, n, x, k, ahead, c, ldc, accumulate);
+    case 1: return dense_strip<Dot, 1, kFetch>(strip, x, to);
+    case 2: return dense_strip<Dot, 2, kFetch>(strip, x, to);
+    case 3: return dense_strip<Dot, 3, kFetch>(strip, x, to);
+    case 4: return dense_strip<Dot, 4, kFetch>(strip, x, to);
+    case 5: return dense_strip<Dot, 5, kFetch>(strip, x, to);
+    default: return dense_strip<Dot, 6, kFetch>(strip, x, to);
   }
 }
 
-// The panel of GemmArgs, strips of rows against all rows of x.
+// A strip, all k columns of it, against all m rows of x, whose columns `x0`.. those are of `width`; the first rows of x fetch.
+template <class Dot>
+void multiply_strip(RowStrip strip, int64_t k, Fetch fetch, const void* packed_x, int64_t m, int64_t x0, int64_t width, RowSums to) {
+  float* const c = to.c;
+  for (strip.k0 = 0; strip.k0 < k; strip.k0 += kDepth, to.accumulate = true) {
+    strip.k = k - strip.k0 < kDepth ? k - strip.k0 : kDepth;
+    for (int64_t g = 0; g < dense_groups(m); ++g) {
+      const int64_t i = dense_group_begin(m, g), rows = dense_group_begin(m, g + 1) - i;
+      const auto* x = static_cast<const typename Dot::Element*>(packed_x) + i * width + (x0 + strip.k0) * rows;
+      to.c = c + i * to.ldc;
+      if (g > 0 || fetch == Fetch::none) dense_strip<Dot, Fetch::none>(rows, strip, x, to);
+      else if (fetch == Fetch::rows) dense_strip<Dot, Fetch::rows>(rows, strip, x, to);
+      else dense_strip<Dot, Fetch::in_order>(rows, strip, x, to);
+    }
+  }
+}
+
+// The panel of GemmArgs.
 template <class Dot>
 void gemm_rows(const GemmArgs& a) {
   constexpr int64_t kBytesOf = kBytes<Dot::kWeights>, kRows = 8;
-  const int64_t width = round_up_to(a.total_k, kStep);
   for (int64_t j = 0; j < a.n; j += kRows) {
-    const int64_t rows = a.n - j < kRows ? a.n - j : kRows;
-    for (int64_t k0 = 0; k0 < a.k; k0 += kDepth) {
-      const int64_t k = a.k - k0 < kDepth ? a.k - k0 : kDepth;
-      const char* from = static_cast<const char*>(a.w) + (j * a.ldw + k0) * kBytesOf;
-      for (int64_t g = 0; g < dense_groups(a.m); ++g) {
-        const int64_t i = dense_group_begin(a.m, g), m = dense_group_begin(a.m, g + 1) - i;
-        const auto* x = static_cast<const typename Dot::Element*>(a.packed_x) + i * width + (a.k0 + k0) * m;
-        dense_strip<Dot, false>(m, from, a.ldw * kBytesOf, rows, x, k, 0, a.c + i * a.ldc + j, a.ldc, a.accumulate || k0 > 0);
-      }
-    }
+    const RowStrip strip{static_cast<const char*>(a.w) + j * a.ldw * kBytesOf, a.ldw * kBytesOf, a.n - j < kRows ? a.n - j : kRows, 0, 0, 0};
+    multiply_strip<Dot>(strip, a.k, Fetch::none, a.packed_x, a.m, a.k0, round_up_to(a.total_k, kStep), {a.c + j, a.ldc, a.accumulate});
   }
 }
 
@@ -190,27 +223,18 @@ template <class Dot>
 void multiply_rows(const ProductArgs& a) {
   const Weight& w = *a.weight;
   constexpr int64_t kBytesOf = kBytes<Dot::kWeights>;
-  const int64_t width = round_up_to(w.k, kStep), row_bytes = a.step * w.n_stride * kBytesOf;
-  const int64_t strip = strip_rows(a.m);
+  const int64_t row_bytes = a.step * w.n_stride * kBytesOf, most = strip_rows(a.m);
+  const Fetch fetch = a.m <= 2 && row_bytes == w.k * kBytesOf && row_bytes < kPageBytes ? Fetch::in_order : Fetch::rows;
   const auto row = [&](int p, int64_t j) {
     return static_cast<const char*>(w.data) + (a.expert * w.expert_stride + (a.row0[p] + j * a.step) * w.n_stride) * kBytesOf;
   };
   for (int p = 0; p < a.parts; ++p) {
-    for (int64_t j = 0; j < a.n; j += strip) {
-      const int64_t rows = a.n - j < strip ? a.n - j : strip;
-      // The first pass over a strip fetches the next one, which may be the next part's or that of the rows after these.
+    for (int64_t j = 0; j < a.n; j += most) {
+      const int64_t rows = a.n - j < most ? a.n - j : most;
+      // The next strip may be the next part's or that of the rows after these.
       const int64_t ahead = (j + rows < a.n ? row(p, j + rows) : p + 1 < a.parts ? row(p + 1, 0) : row(0, a.n)) - row(p, j);
-      for (int64_t k0 = 0; k0 < w.k; k0 += kDepth) {
-        const int64_t k = w.k - k0 < kDepth ? w.k - k0 : kDepth;
-        const char* from = row(p, j) + k0 * kBytesOf;
-        for (int64_t g = 0; g < dense_groups(a.m); ++g) {
-          const int64_t i = dense_group_begin(a.m, g), m = dense_group_begin(a.m, g + 1) - i;
-          const auto* x = static_cast<const typename Dot::Element*>(a.packed_x) + i * width + k0 * m;
-          float* c = a.c + (p * a.m + i) * a.ldc + j;
-          if (g == 0) dense_strip<Dot, true>(m, from, row_bytes, rows, x, k, ahead, c, a.ldc, k0 > 0);
-          else dense_strip<Dot, false>(m, from, row_bytes, rows, x, k, 0, c, a.ldc, k0 > 0);
-        }
-      }
+      multiply_strip<Dot>({row(p, j), row_bytes, rows, 0, 0, ahead}, w.k, fetch, a.packed_x, a.m, 0, round_up_to(w.k, kStep),
+                          {a.c + p * a.m * a.ldc + j, a.ldc, false});
     }
   }
 }
