@@ -22,7 +22,7 @@ namespace {
 
 // Which way m rows go. Packed weights meet rows of bf16 and fp16 in integers, one of fp32 as a sum of bf16 numbers; dense ones meet rows where
 // they lie, in fp32 or, with bf16 on both sides, by vdpbf16ps. kFastDots: whether that does twice as much a cycle as multiply-adds in fp32 (AMD), and
-// not half as much (Intel). Then only a few rows, for which panels of bf16 are not worth decoding, go in integers (docs/performance.md).
+// not half as much (Intel). Then only a few rows, for which panels of bf16 are not worth decoding, go in integers (docs/performance-avx.md).
 template <bool kFastDots>
 struct Ways {
   static constexpr int64_t kLimbsMost = kFastDots ? 16 : int64_t{1} << 40, kDenseMost = kFastDots ? 0 : 32;
