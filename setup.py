@@ -188,17 +188,29 @@ def compile_directly(groups: list[tuple[str, list[str], list[str]]], folder: Pat
 class Build(BuildExtension):
     """Compiles groups of files once, shares their objects between extensions, and replaces a library in one rename."""
 
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.compiled: dict[tuple[str, str], str] = {}  # group and source file -> object
+
     def build_extension(self, ext: Extension) -> None:
         objects: list[str] = []
         for name, files, flags in ext.groups:
-            objects += self.compiler.compile(
-                files,
-                output_dir=str(Path(self.build_temp) / name),
-                include_dirs=list(ext.include_dirs),
-                macros=list(ext.define_macros),
-                extra_postargs=list(flags),
-                depends=ext.depends,
+            # Another extension's macros and include folders mean nothing to these files, and would make ninja compile them again each time.
+            new = [source for source in files if (name, source) not in self.compiled]
+            compiled = (
+                self.compiler.compile(
+                    new,
+                    output_dir=str(Path(self.build_temp) / name),
+                    include_dirs=list(ext.include_dirs),
+                    macros=list(ext.define_macros),
+                    extra_postargs=list(flags),
+                    depends=ext.depends,
+                )
+                if new
+                else []
             )
+            self.compiled.update(zip([(name, source) for source in new], compiled, strict=True))
+            objects += [self.compiled[name, source] for source in files]
         if ext.name == "int4_emu._C_gpu":
             objects += self.gpu_objects()
         saved = list(ext.extra_objects or [])
