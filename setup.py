@@ -197,8 +197,8 @@ class Build(BuildExtension):
         for name, files, flags in ext.groups:
             # Another extension's macros and include folders mean nothing to these files, and would make ninja compile them again each time.
             new = [source for source in files if (name, source) not in self.compiled]
-            compiled = (
-                self.compiler.compile(
+            if new:
+                compiled = self.compiler.compile(
                     new,
                     output_dir=str(Path(self.build_temp) / name),
                     include_dirs=list(ext.include_dirs),
@@ -206,10 +206,7 @@ class Build(BuildExtension):
                     extra_postargs=list(flags),
                     depends=ext.depends,
                 )
-                if new
-                else []
-            )
-            self.compiled.update(zip([(name, source) for source in new], compiled, strict=True))
+                self.compiled.update(zip([(name, source) for source in new], compiled, strict=True))
             objects += [self.compiled[name, source] for source in files]
         if ext.name == "int4_emu._C_gpu":
             objects += self.gpu_objects()

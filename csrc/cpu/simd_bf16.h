@@ -4,8 +4,6 @@
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kKMultiple = 32;  // bf16 elements of a 64-byte vector
-
 // A step of 32 columns is one vector, x rounded to bf16. For scale: Intel's cores do half as many products a cycle so as in fp32, AMD's twice as many.
 struct DotBf16 {
   using Element = uint16_t;

@@ -8,7 +8,7 @@
 namespace int4_emu::cpu {
 namespace {
 
-constexpr int64_t kStep = 2 * kLanes;
+constexpr int64_t kStep = 2 * kLanes;  // and what blocks of columns begin on: x is read in whole steps
 // Columns whose sums are added up in registers. The same for every number of rows, so that no result depends on it.
 constexpr int64_t kDepth = 1024;
 constexpr int kGroupRows = 6;  // rows of x that share a pass over the weights
@@ -44,8 +44,6 @@ struct MultiplyAdds {
 };
 
 bool serves_dense(const Weight& w) { return !w.packed && w.k_stride == 1 && w.k > 0; }
-// And fp32 is their compute type, on sets that multiply bf16 by bf16.
-inline bool serves_dense_f32(const Weight& w, DType x) { return serves_dense(w) && (x != DType::bf16 || w.dtype != DType::bf16); }
 
 // Rows of x in even groups of up to kGroupRows.
 inline int64_t dense_groups(int64_t m) { return (m + kGroupRows - 1) / kGroupRows; }

@@ -1,5 +1,5 @@
 // Products of packed codes, 256 bits wide: x in fixed point meets the codes where they lie (few rows) or panels of them that stay in L1;
-// other x and weights meet panels in fp32. Included after simd_fixed256.h.
+// other x and weights meet panels in fp32. Included after simd_fixed256.h and simd_dense.h.
 #pragma once
 
 namespace int4_emu::cpu {

@@ -30,6 +30,7 @@
 namespace int4_emu::cpu {
 namespace {
 
+constexpr int64_t kKMultiple = 32;         // bf16 elements of a 64-byte vector
 constexpr int64_t kPairBytes = kTile * 4;  // one pair of k of a B tile
 
 size_t packed_x_bytes_bf16(int64_t m, int64_t k) { return static_cast<size_t>(round_up_to(m, kTile) * round_up_to(k, kKMultiple)) * 2; }
@@ -263,7 +264,7 @@ int64_t most_limb_rows(const Weight& w, DType x, const CodesUnits& units) {
 }
 
 Way way_of(const Weight& w, DType x, int64_t m) {
-  if (serves_dense_f32(w, x)) return Way::dense;
+  if (serves_dense(w) && (x != DType::bf16 || w.dtype != DType::bf16)) return Way::dense;
   if (serves_codes(w)) {
     const CodesUnits units(w);
     if (m <= vector_rows(w, units) && serves_limbs(w, x)) return Way::limbs;

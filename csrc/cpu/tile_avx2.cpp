@@ -25,9 +25,8 @@ bool pack_x(const Weight& w, const PackXArgs& a) {
 }
 void multiply(const ProductArgs& a) { a.weight->packed ? multiply_product(a) : multiply_dense(a); }
 
-constexpr int64_t kKMultiple = 8;
 const TileTable kTable = {"avx2",
-                          kKMultiple,
+                          kStep,
                           panels_of<MultiplyAdds<DType::f32>>,
                           {nullptr, nullptr, nullptr, nullptr},
                           {serves, packed_bytes, pack_x, multiply, 0},

@@ -56,7 +56,7 @@ struct Ways {
 
 template <bool kFastDots>
 constexpr TileTable table = {"avx512",
-                             kKMultiple,
+                             kStep,
                              panels_of<MultiplyAdds<DType::f32>>,
                              panels_of<DotBf16>,
                              {Ways<kFastDots>::serves, Ways<kFastDots>::packed_x_bytes, Ways<kFastDots>::pack_x, Ways<kFastDots>::multiply, 0},

@@ -71,6 +71,16 @@ def test_transposed_weight_row_range_and_k_blocks(native: ModuleType, table: str
         assert_products(got, x, decode(encode(w.T[7:37], compute), compute))
 
 
+def test_blocks_of_the_least_depth_read_no_other_row(native: ModuleType, table: str) -> None:
+    least = native.k_multiple(table)
+    x = np.ones((7, 2 * least), np.float32)
+    x[3:] = np.inf
+    w = np.full((1, 4, 2 * least), 0.5, np.float32)
+    weight = native.dense_weight(w, native.DType.f32, 1, 4, 2 * least, 0, 2 * least)
+    got = native.product(table, native.DType.f32, x, native.DType.f32, weight, 0, 0, 4, k_block=least)
+    assert np.all(got[:3] == least)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [1, 5, 32, 128, 1000])
 @pytest.mark.parametrize("layout", ["canonical", "cpu_n16"])
